@@ -1,0 +1,167 @@
+"""GuardedReader: the StorageReader. DCP calls, in this order (state_dict_loader.py):
+
+every rank    reset, read_metadata   the manifest; an error is kept, for DCP would hide its type
+every rank    set_up_storage_reader  and raised here
+every rank    prepare_local_plan     certificates are proved; an error still stops all ranks before any target changes
+coordinator   prepare_global_plan
+every rank    read_data              loading.RankLoad
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from guarddcp.container.manifest import Manifest
+from guarddcp.container.summary import summarise
+from guarddcp.dcp.fetching import Fetcher
+from guarddcp.dcp.loading import RankLoad
+from guarddcp.dcp.metadata import metadata_of
+from guarddcp.dcp.names import parameter_namer
+from guarddcp.dcp.opening import read_manifest
+from guarddcp.dcp.pipeline import OrderedPool, default_threads
+from guarddcp.errors import GuardError, IntegrityError
+from guarddcp.report import Report
+from guarddcp.storage.store import Store
+
+__all__ = ["GuardedReader", "Verify"]
+
+Verify = Literal["full", "before", "checksum"]
+
+
+class GuardedReader(StorageReader):
+    """Reads a checkpoint of `GuardedWriter` on any number of ranks and proves its tolerance again.
+
+    Parameters
+    ----------
+    path: local path or any fsspec URL; ``checkpoint_id`` of a load replaces it.
+    verify: "full": certificates first, then per frame checksum, code range and digest of the decoded moments.
+        "before": a whole pass over the needed bytes first, so that an error leaves every target as it was.
+        "checksum": certificates and checksums, no digests.
+    storage_options: passed to the fsspec filesystem verbatim.
+    allow_pickle: load values that were stored as pickle and that torch's safe unpickler refuses. They can run code.
+
+    ``report`` tells what this rank read. An error in "full" after the certificates says that targets are undefined.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: Verify = "full",
+        threads: int | None = None,
+        storage_options: dict[str, Any] | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        super().__init__()
+        if verify not in ("full", "before", "checksum"):
+            raise ValueError(f"verify must be 'full', 'before' or 'checksum', not {verify!r}")
+        self.path = os.fspath(path)
+        self.verify = verify
+        self.report: Report | None = None
+        self._threads = threads
+        self._storage_options = storage_options
+        self._allow_pickle = allow_pickle
+        self._store = Store(self.path, storage_options)
+        self._manifest: Manifest | None = None
+        self._error: Exception | None = None
+        self._paths: dict[str, Any] = {}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URL; what is wrong with it is said when it is read."""
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+        self._store = Store(self.path, self._storage_options)
+        self._manifest = self._error = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    def read_metadata(self) -> Metadata:
+        self._manifest = self._error = None
+        try:
+            self._manifest = read_manifest(self._store)
+            metadata = metadata_of(self._manifest)
+        except Exception as error:  # raised again in set_up_storage_reader, where DCP keeps its type
+            self._error = error
+            return Metadata(state_dict_metadata={})
+        self._paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = None
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._manifest is None:
+            raise GuardError("set_up_storage_reader before read_metadata", where=self.path)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        with OrderedPool(self._threads or default_threads()) as pool:
+            load = self._load(pool)
+            load.prove(plan)
+            if self.verify == "before":
+                load.check_all(plan)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        manifest = self._manifest
+        assert manifest is not None
+        with OrderedPool(self._threads or default_threads()) as pool:
+            try:
+                load = self._load(pool)
+                certificates = load.prove(plan)
+                shards = load.load(plan, planner)
+            except IntegrityError as error:
+                raise IntegrityError(f"{error}. The load stopped; what the targets hold is undefined") from error
+            except FileNotFoundError as error:
+                raise self._vanished(error) from error
+        self.report = summarise(
+            shards,
+            [],
+            [],
+            [],
+            tensors=manifest.tensors,
+            guard=manifest.guard,
+            parameter_of=parameter_namer(self._paths),
+        )
+        self.report.certificates = certificates
+        stats = self._store.stats
+        self.report.bytes_asked, self.report.bytes_fetched = stats.bytes_asked, stats.bytes_fetched
+        self.report.requests = stats.requests
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _load(self, pool: OrderedPool) -> RankLoad:
+        assert self._manifest is not None
+        fetcher = Fetcher(self._manifest, self._store, pool, digest=self.verify != "checksum")
+        return RankLoad(self._manifest, fetcher, allow_pickle=self._allow_pickle)
+
+    def _vanished(self, error: FileNotFoundError) -> GuardError:
+        """A data file is missing: overwritten while reading, or removed by hand."""
+        try:
+            now = read_manifest(self._store).files
+        except GuardError:
+            now = []
+        assert self._manifest is not None
+        if [entry.name for entry in now] != [entry.name for entry in self._manifest.files]:
+            return IntegrityError(
+                "the checkpoint was overwritten while reading",
+                where=self.path,
+                hint="Load again: the new checkpoint is whole. What the targets hold is undefined",
+            )
+        return IntegrityError(f"a data file of the checkpoint is missing: {error}", where=self.path)

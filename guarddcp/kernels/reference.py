@@ -1,0 +1,143 @@
+"""NumPy reference of the ratio coder: the definition that every other kernel must match byte for byte.
+
+Arrays of a block are 2-D (rows, columns), float32, C-contiguous; r (rows,) and c (columns,) are the predictor's
+integer levels as float32. Every operation is one correctly rounded float32 operation, an exact integer one, or a table
+look-up: no fused multiply-add and no library logarithm decides anything. (Codes of the m side are float32 integers
+in units of delta, levels of the v side float32 integers in units of 1/S octave; see NOTES.md.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from guarddcp.kernels.params import CENTRE, ESCAPE, LOG2_POLYNOMIAL, RESIDUAL_MAX, ZERO, CoderParams
+
+__all__ = ["check", "decode", "encode", "fit", "join_planes", "split_planes"]
+
+_F = np.float32
+
+
+def levels(v: np.ndarray, params: CoderParams) -> np.ndarray:
+    """L = E*S + rint(p*S), p the polynomial log2 of the mantissa; float32 integers (meaningless where v is no normal)."""
+    bits = v.view(np.int32)
+    f = ((bits & 0x7FFFFF) | 0x3F800000).view(_F) - _F(1)
+    p = np.full_like(f, LOG2_POLYNOMIAL[-1])
+    for coefficient in LOG2_POLYNOMIAL[-2::-1]:
+        p = p * f + coefficient
+    p = f * p
+    exponent = ((bits >> 23) - 127).astype(_F)
+    return exponent * params.levels_per_octave + np.rint(p * params.levels_per_octave)
+
+
+def fit(v: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row means of the levels, and what they leave in each column.
+
+    Returns r int64 (rows,), rounded means over the valid coordinates (v in [v_min, v_max]; 0 without any), then sums int64
+    (columns,) of L - r and counts int64 (columns,) over them. Integer sums: blocks may be added in any order.
+    """
+    with np.errstate(invalid="ignore"):
+        valid = (v >= params.v_min) & (v <= params.v_max)
+        level = np.where(valid, levels(v, params), _F(0)).astype(np.int64)
+    count = valid.sum(axis=1, dtype=np.int64)
+    r = rounded_mean(level.sum(axis=1), count)
+    left = np.where(valid, level - r[:, None], 0)
+    return r, left.sum(axis=0), valid.sum(axis=0, dtype=np.int64)
+
+
+def rounded_mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """floor(total/count + 1/2) in integers, 0 where count is 0."""
+    safe = np.maximum(count, 1)
+    return np.where(count > 0, (2 * total + safe) // (2 * safe), 0)
+
+
+def encode(
+    m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams
+) -> tuple[np.ndarray, np.ndarray]:
+    """Symbols uint16 (rows, columns) of v and of q = m/sqrt(v).
+
+    A coordinate is coded if v is in range, |k| <= code_max, and both residuals fit; v = +0 with m = 0 is ZERO, all else
+    ESCAPE; both carry CENTRE on the q side.
+    """
+    with np.errstate(all="ignore"):
+        level = levels(v, params)
+        residual = level - (r[:, None] + c)
+        code = np.rint(m / np.sqrt(v) * params.delta_reciprocal)
+        coded = (
+            (v >= params.v_min)
+            & (v <= params.v_max)
+            & (np.abs(code) <= params.code_max)
+            & (np.abs(code) <= _F(RESIDUAL_MAX))
+            & (np.abs(residual) <= _F(RESIDUAL_MAX))
+            & (level >= params.level_min)
+        )
+        zero = (v.view(np.int32) == 0) & (m == 0)
+        reserved = np.where(zero, ZERO, ESCAPE)
+        symbols_v = np.where(coded, residual + _F(CENTRE), reserved).astype(np.int32).astype(np.uint16)
+        symbols_q = np.where(coded, code + _F(CENTRE), _F(CENTRE)).astype(np.int32).astype(np.uint16)
+    return symbols_v, symbols_q
+
+
+def split_planes(symbols: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
+    """Write the two byte planes; return how many symbols the low plane alone cannot tell."""
+    low[...] = symbols & 0xFF
+    high[...] = symbols >> 8
+    narrow = ((symbols >= CENTRE - 126) & (symbols <= CENTRE + 127)) | (symbols <= ESCAPE)
+    return int(symbols.size - np.count_nonzero(narrow))
+
+
+def join_planes(low: np.ndarray, high: np.ndarray | None, reserved: bool) -> np.ndarray:
+    """Symbols int32 from one or two planes; ``reserved``: low bytes 0 and 1 of a single plane mean ZERO and ESCAPE."""
+    symbols = low.astype(np.int32)
+    if high is not None:
+        return symbols | (high.astype(np.int32) << 8)
+    if reserved:
+        return np.where(symbols <= ESCAPE, symbols, symbols | 0x8000)
+    return symbols | 0x8000
+
+
+def decode(
+    symbols_v: np.ndarray,
+    symbols_q: np.ndarray,
+    r: np.ndarray,
+    c: np.ndarray,
+    params: CoderParams,
+    m: np.ndarray,
+    v: np.ndarray,
+) -> int:
+    """Write m^ = (k delta) sqrt(v^) and v^ = 2^(L/S) (0 for reserved symbols); return the number of codes out of range."""
+    level = (r[:, None] + c) + (symbols_v.astype(_F) - _F(CENTRE))
+    code = symbols_q.astype(_F) - _F(CENTRE)
+    reserved = symbols_v <= ESCAPE
+    in_range = (level >= params.level_min) & (level <= params.level_max) & (np.abs(code) <= params.code_max)
+    level = np.where(in_range & ~reserved, level, _F(0))
+    exponent, step = octave_and_step(level, params)
+    bits = ((exponent.astype(np.int32) + 127) << 23) | params.table_bits[step.astype(np.int32)]
+    v.view(np.int32)[...] = np.where(reserved, 0, bits)
+    m[...] = (code * params.delta) * np.sqrt(v)
+    return int(np.count_nonzero(~in_range & ~reserved))
+
+
+def octave_and_step(level: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
+    """E and j with L = E*S + j, 0 <= j < S: floor by the reciprocal, then one correction each way."""
+    exponent = np.floor(level * params.levels_reciprocal)
+    step = level - exponent * params.levels_per_octave
+    under = (step < 0).astype(_F)
+    exponent, step = exponent - under, step + under * params.levels_per_octave
+    over = (step >= params.levels_per_octave).astype(_F)
+    return exponent + over, step - over * params.levels_per_octave
+
+
+def check(m: np.ndarray, v: np.ndarray, m_hat: np.ndarray, v_hat: np.ndarray, params: CoderParams) -> int:
+    """Number of coordinates that are neither inside their certified cell, nor both zero, nor restored bit for bit.
+
+    Inside: v/v^ in [2^-h, 2^h] and |m/sqrt(v) - m^/sqrt(v^)| <= w, with the float32 errors of this very test taken off
+    h and w beforehand (`params.coder_params`).
+    """
+    with np.errstate(all="ignore"):
+        ratio = v / v_hat
+        deviation = np.abs(m / np.sqrt(v) - m_hat / np.sqrt(v_hat))
+        inside = (ratio >= params.ratio_min) & (ratio <= params.ratio_max) & (deviation <= params.deviation_max)
+    m_bits, v_bits, m_hat_bits, v_hat_bits = (x.view(np.int32) for x in (m, v, m_hat, v_hat))
+    same = (m_bits == m_hat_bits) & (v_bits == v_hat_bits)
+    zero = (v_bits == 0) & (v_hat_bits == 0) & (m == 0) & (m_hat_bits == 0)
+    return int(np.count_nonzero(~(inside | same | zero)))

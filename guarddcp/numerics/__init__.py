@@ -1,0 +1,1 @@
+"""Float32 bit-level facts: unit roundoff, directed rounding, exactness."""
