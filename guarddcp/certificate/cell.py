@@ -84,7 +84,7 @@ def choose_cell(tau: float, q_max: float, a: Array, b: Array) -> Cell | None:
     if h <= H_MARGIN or 0.5 / (h - H_MARGIN) > MAX_LEVELS:
         return None
     fewest = max(1, math.ceil(0.5 / (h - H_MARGIN)))
-    # w is concave in kap and 0 at about ``fewest``, so the optimum has at most 4 times as many levels (12.2).
+    # w is about 0 at ``fewest`` levels and half of its largest at twice as many: none above 4 times wins (12.2).
     levels = np.unique(np.rint(np.geomspace(fewest, min(MAX_LEVELS, 4 * fewest + 1), 24)).astype(np.int64))
     best = int(np.argmin(_costs(tau, levels, q_max, some_a, some_b)))
     around = np.arange(levels[max(best - 1, 0)], levels[min(best + 1, len(levels) - 1)] + 1)

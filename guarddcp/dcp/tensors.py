@@ -34,8 +34,10 @@ def rotates(dtype: torch.dtype) -> bool:
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The elements of a dense tensor in row-major order, as uint8 (a view of its memory where that is possible)."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    if flat.numel() <= 1:  # torch calls one element contiguous at any stride, and then refuses to view it as bytes
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()
 
 
 class FrameSource:

@@ -26,14 +26,14 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
 def start(*command):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     env["OMP_NUM_THREADS"] = "1"
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(*processes):
-    """The output of each process; fails with all of it if one of them failed."""
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert not any(process.returncode for process in processes), "\n".join(outputs)
-    return outputs
+    """What each process printed; fails with all of it, and with what they complained of, if one of them failed."""
+    said = [process.communicate(timeout=60) for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(map("".join, said))
+    return [output for output, _ in said]
 
 
 def losses(output):
@@ -75,9 +75,10 @@ def test_two_nodes_restore_on_four_ranks(trained):
     node = [*LAUNCH, "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     outputs = finish(*(start(*node, "--node-rank", rank, RESTORE, path, "--size", "tiny") for rank in ("0", "1")))
     shares = re.findall(r"^node (\d) rank (\d) of 4: (\d+) parameters$", "\n".join(outputs), re.MULTILINE)
-    assert sorted((node, rank) for node, rank, _ in shares) == [("0", "0"), ("0", "1"), ("1", "2"), ("1", "3")]
+    nodes = sorted((node, rank) for node, rank, _ in shares)
+    assert nodes == [("0", "0"), ("0", "1"), ("1", "2"), ("1", "3")], "\n".join(outputs)
     assert sum(int(share) for *_, share in shares) == SIZES["tiny"].parameters
-    assert "restored step 8 on 4 ranks, certified within 0.00" in outputs[0]
+    assert "restored step 8 on 4 ranks, certified within 0.01" in outputs[0]
     total = float(re.search(r"sum of all second moments: (\S+)", outputs[0])[1])
     assert total == pytest.approx(sum_of_second_moments(path), rel=1e-7)
 

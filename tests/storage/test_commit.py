@@ -1,8 +1,10 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from guarddcp.errors import CheckpointExistsError, FormatError
 from guarddcp.storage import Store
@@ -47,6 +49,9 @@ def test_exactly_one_of_several_writers_gets_through(tmp_path, monkeypatch, kind
     url = str(tmp_path) if kind != "memory" else f"memory://race{tmp_path.name}"
     if kind == "claim":
         monkeypatch.setattr(commit_module.os, "link", refuse(errno.EPERM))
+    if kind == "memory":  # looks and then puts: give the others time in between
+        exists = MemoryFileSystem.exists
+        monkeypatch.setattr(MemoryFileSystem, "exists", lambda *args: (exists(*args), time.sleep(0.01))[0])
     outcomes, start = [], threading.Barrier(8)
 
     def writer(i):
