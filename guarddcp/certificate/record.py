@@ -237,7 +237,9 @@ def _check_constants(cert: Certificate) -> None:
     require(horizon == "all" or _is_int(horizon, 1, MAX_FINITE), "horizon", "'all' or 1..2^17", horizon)
     require(_is_int(cert.rounding_horizon, 1, MAX_FINITE), "rounding_horizon", "1..2^17", cert.rounding_horizon)
     require(horizon in ("all", cert.rounding_horizon), "rounding_horizon", f"{horizon}", cert.rounding_horizon)
-    require(_is_int(cell.levels_per_octave, 1, MAX_LEVELS), "levels_per_octave", "1..65536", cell.levels_per_octave)
+    require(
+        _is_int(cell.levels_per_octave, 1, MAX_LEVELS), "levels_per_octave", f"1..{MAX_LEVELS}", cell.levels_per_octave
+    )
     require(is_f32(cell.delta) and 0.0 < cell.delta <= 2.0 * MAX_Q, "delta", "a positive float32", cell.delta)
     require(is_f32(cell.q_max) and 0.0 < cell.q_max <= MAX_Q, "q_max", "a positive float32", cell.q_max)
     require(is_f32(cert.v_min) and 0.0 < cert.v_min < cert.v_max, "v_min", "a positive float32", cert.v_min)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from guarddcp.certificate import Adam, Certificate, cell_bits, certify, q_limit
+from guarddcp.certificate import Adam, Certificate, Uncertifiable, cell_bits, certify, q_limit
 from guarddcp.codecs.view import Frame, Layout
 from guarddcp.config import Guard
 
@@ -15,7 +16,7 @@ __all__ = ["choose_certificate", "sample_frames", "sample_q"]
 _ESCAPE_BITS = 64.0
 """What an escaped coordinate is taken to cost."""
 
-_SAMPLE_FRAMES, _SAMPLE_PER_FRAME = 8, 1 << 13
+_SAMPLE_FRAMES, _SAMPLE_PER_FRAME = 8, 1 << 12
 _STEPS_PER_OCTAVE = 4
 """Candidates for Q lie on 2^(i/4), so that shards of one save share few cells (a cell takes milliseconds to choose)."""
 
@@ -42,24 +43,31 @@ def sample_q(m: np.ndarray, v: np.ndarray) -> np.ndarray:
 def choose_certificate(q: np.ndarray, rule: Adam, step: int, guard: Guard) -> Certificate:
     """The certificate whose cell, with the escapes that the sample ``q`` predicts, costs least.
 
-    Raises `guarddcp.certificate.Uncertifiable` if the guard cannot be kept at all.
+    Raises `guarddcp.certificate.Uncertifiable` if the guard can be kept with no candidate for Q at all.
     """
     limit = q_limit(rule)
     best: tuple[float, Certificate] | None = None
+    refused: Uncertifiable | None = None
     for q_max in _candidates(q, limit):
-        certificate = certify(
-            rule,
-            step,
-            tolerance=guard.tolerance,
-            horizon=guard.horizon,
-            rounding_share=guard.rounding_share,
-            q_max=q_max,
-        )
+        try:
+            certificate = certify(
+                rule,
+                step,
+                tolerance=guard.tolerance,
+                horizon=guard.horizon,
+                rounding_share=guard.rounding_share,
+                q_max=q_max,
+            )
+        except Uncertifiable as error:
+            refused = error  # a smaller Q leaves less to rounding, so it may still do
+            continue
         outside = float(np.count_nonzero(q > certificate.cell.q_max)) / max(q.size, 1)
         bits = cell_bits(certificate.cell) + _ESCAPE_BITS * outside
         if best is None or bits < best[0]:
             best = bits, certificate
-    assert best is not None
+    if best is None:
+        assert refused is not None
+        raise refused
     return best[1]
 
 
@@ -67,10 +75,12 @@ def _candidates(q: np.ndarray, limit: float) -> list[float]:
     """Points of the grid that cover the sample's upper quantiles, capped by the largest |q| Adam can reach."""
     if not q.size:
         return [min(1.0, limit)]
-    wanted = {_grid(float(x) * 1.05, limit) for x in np.quantile(q, _OUTSIDE)}
-    return sorted(wanted, reverse=True)
+    places = [int((q.size - 1) * quantile) for quantile in _OUTSIDE]
+    ordered = np.partition(q, places)
+    return sorted({_grid(float(ordered[place]) * 1.05, limit) for place in places}, reverse=True)
 
 
 def _grid(q: float, limit: float) -> float:
-    exponent = np.ceil(np.log2(max(q, 2.0**-6)) * _STEPS_PER_OCTAVE) / _STEPS_PER_OCTAVE
-    return float(min(2.0**exponent, limit))
+    # A finite m over a small v can overflow to an infinite q.
+    exponent = math.ceil(math.log2(min(max(q, 2.0**-6), limit)) * _STEPS_PER_OCTAVE) / _STEPS_PER_OCTAVE
+    return min(2.0**exponent, limit)

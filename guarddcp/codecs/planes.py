@@ -6,6 +6,7 @@ Byte i of every item goes into plane i; a plane is stored through zstd where tha
 from __future__ import annotations
 
 import struct
+import threading
 
 import numpy as np
 import xxhash
@@ -36,21 +37,36 @@ _PAYS = 0.97
 """Stored over raw bytes up to which zstd is worth its time on the way back."""
 
 
-def pack_plane(plane: np.ndarray) -> tuple[int, bytes | np.ndarray]:
-    """(coder, stored bytes) of one uint8 plane, contiguous; the same plane always gives the same bytes."""
+def pack_plane(plane: np.ndarray, *, probe: bool = True) -> tuple[int, bytes | np.ndarray]:
+    """(coder, stored bytes) of one uint8 plane, contiguous; the same plane always gives the same bytes.
+
+    ``probe=False`` for planes that are known to compress: a long plane is not judged by a sample first.
+    """
     flat = plane.reshape(-1)
-    if flat.size > 4 * _PROBE_BYTES:
+    compressor = _compressor()
+    if probe and flat.size > 4 * _PROBE_BYTES:
         middle = flat.size // 2
-        probe = flat[middle : middle + _PROBE_BYTES]
-        if len(_compressor().compress(probe)) > _PAYS * probe.size:
+        sample = flat[middle : middle + _PROBE_BYTES]
+        if len(compressor.compress(sample)) > _PAYS * sample.size:
             return RAW, flat
-    packed = _compressor().compress(flat)
+    packed = compressor.compress(flat)
     return (ZSTD, packed) if len(packed) <= _PAYS * flat.size else (RAW, flat)
 
 
+_contexts = threading.local()
+
+
 def _compressor() -> zstandard.ZstdCompressor:
-    # A context of its own per call: contexts are not shared between threads, and cost microseconds.
-    return zstandard.ZstdCompressor(level=1, write_checksum=True)
+    """This thread's compressor: a context may serve one thread at a time, and a new one costs its page faults."""
+    if not hasattr(_contexts, "compressor"):
+        _contexts.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+    return _contexts.compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_contexts, "decompressor"):
+        _contexts.decompressor = zstandard.ZstdDecompressor()
+    return _contexts.decompressor
 
 
 def unpack_planes(
@@ -78,7 +94,7 @@ def _unpack(coder: int, stored: memoryview, raw_length: int, where: str) -> np.n
     try:
         if zstandard.frame_content_size(stored) != raw_length:
             raise FormatError("zstd plane of another size", where=where, expected=raw_length)
-        data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_length)
+        data = _decompressor().decompress(stored, max_output_size=raw_length)
     except zstandard.ZstdError as error:
         raise IntegrityError(f"damaged zstd plane ({error})", where=where) from error
     if len(data) != raw_length:

@@ -10,7 +10,7 @@ The check in encode_frame runs the reader's own decoder on the planes that are a
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,8 +46,29 @@ _LENGTH = struct.Struct("<I")
 _PRIVATE = struct.Struct("<IB")
 _PREDICTOR = struct.Struct("<BBI")
 _CODED, _EXACT = 0, 1
-_STRIP = 1 << 15
-"""Coordinates that are decoded, checked and digested at a time: their arrays stay in the second-level cache."""
+_STRIP = 1 << 17
+"""Coordinates that are decoded, checked and digested at a time: their arrays stay in the cache."""
+
+
+class _Scratch(threading.local):
+    """One thread's planes and decoded strips, kept from frame to frame: fresh pages would cost more than the codes."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+        self._floats = np.empty(0, np.float32)
+
+    def planes(self, rows: int, columns: int) -> Planes:
+        if self._bytes.size < 4 * rows * columns:
+            self._bytes = np.empty(4 * max(rows * columns, _STRIP), np.uint8)
+        return Planes(*self._bytes[: 4 * rows * columns].reshape(4, rows, columns))
+
+    def moments(self, coordinates: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._floats.size < 2 * coordinates:
+            self._floats = np.empty(2 * max(coordinates, _STRIP), np.float32)
+        return self._floats[:coordinates], self._floats[coordinates : 2 * coordinates]
+
+
+_thread = _Scratch()
 
 
 @dataclass(frozen=True)
@@ -84,9 +105,9 @@ class Private:
 
 @dataclass
 class EncodedFrame:
-    """One frame: ``buffers`` to be written back to back, ``escapes`` int64 per cause, and whether its check failed."""
+    """One frame: its bytes in pieces, ``escapes`` int64 per cause, and whether its check failed."""
 
-    buffers: list[bytes | np.ndarray]
+    buffers: list[bytes]
     escapes: np.ndarray = field(default_factory=lambda: np.zeros(len(CAUSES), np.int64))
     failed: bool = False
 
@@ -123,21 +144,24 @@ def encode_frame(
     ``terms``: the predictor's (r, c) for this frame. A frame that fails the check, or that codes do not make smaller,
     comes back exact; only the former sets ``failed``.
     """
-    planes = dispatch.encode(m, v, *terms, params)
-    is_escape = _escape_mask(planes)
-    num_escapes = int(np.count_nonzero(is_escape))
-    escaped = (m[is_escape], v[is_escape]) if num_escapes else None
-    digest_m, digest_v, wrong = _decode_and_check(planes, terms, params, m, v, is_escape if num_escapes else None)
+    planes = dispatch.encode(m, v, *terms, params, _thread.planes(*m.shape))
+    digest_m, digest_v, wrong, num_escapes = _decode_and_check(planes, terms, params, m, v)
     if wrong:
         return EncodedFrame(_exact_frame(m, v), failed=True)
-    packed = [pack_plane(plane) for plane in _stored_planes(planes)]
-    packed.append(pack_plane(_escape_bytes(*escaped)) if escaped else pack_plane(np.empty(0, np.uint8)))
+    packed = [pack_plane(plane, probe=False) for plane in _stored_planes(planes)]
+    escapes, causes = np.empty(0, np.uint8), np.zeros(len(CAUSES), np.int64)
+    if num_escapes:
+        at = _escaped(planes)
+        escaped = m.reshape(-1)[at], v.reshape(-1)[at]
+        escapes, causes = _escape_bytes(*escaped), _causes(*escaped, params)
+    packed.append(pack_plane(escapes))
     head = _HEAD.pack(_CODED, 1 + planes.two_v, 1 + planes.two_q, 0, m.size, num_escapes, digest_m, digest_v)
     table = b"".join(PLANE_ENTRY.pack(coder, len(stored)) for coder, stored in packed)
-    buffers = [head + table, *(stored for _, stored in packed)]
-    if sum(len(buffer) for buffer in buffers) >= m.nbytes + v.nbytes:
+    # Raw planes are views of scratch that the next frame overwrites.
+    buffers = [head + table, *(s if isinstance(s, bytes) else s.tobytes() for _, s in packed)]
+    if sum(map(len, buffers)) >= m.nbytes + v.nbytes:
         return EncodedFrame(_exact_frame(m, v))
-    return EncodedFrame(buffers, _causes(*escaped, params) if escaped else np.zeros(len(CAUSES), np.int64))
+    return EncodedFrame(buffers, causes)
 
 
 def decode_frame(
@@ -168,10 +192,13 @@ def decode_frame(
             raise FormatError("frame header", where=where, got=(kind, planes_v, planes_q, num_escapes))
     elif kind == _CODED and planes_v in (1, 2) and planes_q in (1, 2):
         planes, escapes = _read_planes(body, planes_v, planes_q, num_escapes, m.shape, where)
-        bad = dispatch.decode(planes, *terms, params, m, v)
+        bad, found_escapes = dispatch.decode(planes, *terms, params, m, v)
         if bad:
             raise IntegrityError(f"{bad} codes out of the certified range", where=where)
-        _put_escapes(planes, escapes, m, v, where)
+        if found_escapes != num_escapes:
+            raise IntegrityError("number of escape symbols", where=where, expected=num_escapes, got=found_escapes)
+        if num_escapes:
+            _put_escapes(planes, escapes, m, v)
     else:
         raise FormatError("unknown frame kind", where=where, got=(kind, planes_v, planes_q))
     if digest and (found := (xxhash.xxh3_64_intdigest(m), xxhash.xxh3_64_intdigest(v))) != (digest_m, digest_v):
@@ -183,8 +210,10 @@ def decode_frame(
         )
 
 
-def _escape_mask(planes: Planes) -> np.ndarray:
-    return (planes.low_v == ESCAPE) & (planes.high_v == 0)
+def _escaped(planes: Planes) -> np.ndarray:
+    """Flat places of the escapes, int64."""
+    at = planes.low_v == ESCAPE
+    return np.flatnonzero(at & (planes.high_v == 0) if planes.two_v else at)
 
 
 def _stored_planes(planes: Planes) -> list[np.ndarray]:
@@ -192,44 +221,20 @@ def _stored_planes(planes: Planes) -> list[np.ndarray]:
     return v + ([planes.low_q, planes.high_q] if planes.two_q else [planes.low_q])
 
 
-def _strips(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a frame into pieces of about `_STRIP` coordinates, each contiguous."""
-    if rows == 1:
-        for begin in range(0, columns, _STRIP):
-            yield slice(0, 1), slice(begin, min(begin + _STRIP, columns))
-        return
-    step = max(1, _STRIP // max(columns, 1))
-    for begin in range(0, rows, step):
-        yield slice(begin, min(begin + step, rows)), slice(0, columns)
-
-
 def _decode_and_check(
-    planes: Planes,
-    terms: tuple[np.ndarray, np.ndarray],
-    params: CoderParams,
-    m: np.ndarray,
-    v: np.ndarray,
-    is_escape: np.ndarray | None,
-) -> tuple[int, int, int]:
-    """Decode as a reader will; returns both digests and the number of coordinates that are wrong."""
-    hash_m, hash_v, wrong = xxhash.xxh3_64(), xxhash.xxh3_64(), 0
-    r, c = terms
-    for rows, columns in _strips(*m.shape):
-        strip = Planes(
-            *(plane[rows, columns] for plane in (planes.low_v, planes.high_v, planes.low_q, planes.high_q)),
-            planes.two_v,
-            planes.two_q,
-        )
-        original_m, original_v = m[rows, columns], v[rows, columns]
-        m_hat, v_hat = np.empty((2, *original_m.shape), np.float32)
-        wrong += dispatch.decode(strip, r[rows], c[columns], params, m_hat, v_hat)
-        if is_escape is not None:
-            at = is_escape[rows, columns]
-            m_hat[at], v_hat[at] = original_m[at], original_v[at]
-        wrong += dispatch.check(original_m, original_v, m_hat, v_hat, params)
+    planes: Planes, terms: tuple[np.ndarray, np.ndarray], params: CoderParams, m: np.ndarray, v: np.ndarray
+) -> tuple[int, int, int, int]:
+    """Decode as a reader will; returns both digests, the number of wrong coordinates and that of escapes."""
+    hash_m, hash_v, wrong, num_escapes = xxhash.xxh3_64(), xxhash.xxh3_64(), 0, 0
+    flat_m, flat_v = m.reshape(-1), v.reshape(-1)
+    for begin in range(0, m.size, _STRIP):
+        part = slice(begin, min(begin + _STRIP, m.size))
+        m_hat, v_hat = _thread.moments(part.stop - begin)
+        found = dispatch.decode_and_check(planes, *terms, params, part, flat_m[part], flat_v[part], m_hat, v_hat)
+        wrong, num_escapes = wrong + found[0], num_escapes + found[1]
         hash_m.update(m_hat)
         hash_v.update(v_hat)
-    return hash_m.intdigest(), hash_v.intdigest(), wrong
+    return hash_m.intdigest(), hash_v.intdigest(), wrong, num_escapes
 
 
 def _escape_bytes(m: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -237,14 +242,9 @@ def _escape_bytes(m: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.concatenate([x.view(np.uint8).reshape(-1, 4).T.reshape(-1) for x in (m, v)])
 
 
-def _put_escapes(planes: Planes, escapes: np.ndarray, m: np.ndarray, v: np.ndarray, where: str) -> None:
-    at = (planes.low_v == ESCAPE) & (planes.high_v == 0) if planes.two_v else planes.low_v == ESCAPE
-    found, expected = int(np.count_nonzero(at)), escapes.size // 8
-    if found != expected:
-        raise IntegrityError("number of escape symbols", where=where, expected=expected, got=found)
-    if expected:
-        moments = escapes.reshape(2, 4, expected).transpose(0, 2, 1).copy().view("<f4").reshape(2, expected)
-        m[at], v[at] = moments
+def _put_escapes(planes: Planes, escapes: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+    at = _escaped(planes)
+    m.reshape(-1)[at], v.reshape(-1)[at] = escapes.reshape(2, 4, -1).transpose(0, 2, 1).copy().view("<f4")[..., 0]
 
 
 def _read_planes(
@@ -264,11 +264,12 @@ def _read_planes(
     return Planes(low_v, high_v, low_q, high_q, planes_v == 2, planes_q == 2), escapes
 
 
-def _exact_frame(m: np.ndarray, v: np.ndarray) -> list[bytes | np.ndarray]:
+def _exact_frame(m: np.ndarray, v: np.ndarray) -> list[bytes]:
     frames = [encode_exact(x.reshape(-1).view(np.uint8), 4, rotate=True) for x in (m, v)]
     digests = (xxhash.xxh3_64_intdigest(x) for x in (m, v))
     head = _HEAD.pack(_EXACT, 0, 0, 0, m.size, 0, *digests)
-    return [head + _LENGTH.pack(sum(len(buffer) for buffer in frames[0])), *frames[0], *frames[1]]
+    length = _LENGTH.pack(sum(len(buffer) for buffer in frames[0]))
+    return [head + length, *(bytes(buffer) for frame in frames for buffer in frame)]
 
 
 def _decode_exact_frame(body: memoryview, m: np.ndarray, v: np.ndarray, where: str) -> None:

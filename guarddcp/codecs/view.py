@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["Box", "Frame", "Layout", "View", "boxes_of_run", "default_view", "intersect"]
 
@@ -53,29 +54,29 @@ class Layout:
     view: View
     frame_coordinates: int
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The chunk's sizes in flat order."""
         return self.view.permute(self.sizes)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return math.prod(self.shape[: self.view.split])
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return math.prod(self.shape[self.view.split :])
 
-    @property
+    @cached_property
     def coordinates(self) -> int:
         return math.prod(self.sizes)
 
-    @property
+    @cached_property
     def rows_per_frame(self) -> int:
         """Whole rows in a frame, or 0 where a row is longer than a frame."""
         return self.frame_coordinates // self.columns if self.columns else 0
 
-    @property
+    @cached_property
     def num_frames(self) -> int:
         if not self.coordinates:
             return 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import xxhash
+import zstandard
 
 from guarddcp.container.layout import (
     CHECKSUM_BYTES,
@@ -28,12 +31,14 @@ from guarddcp.errors import FormatError, IntegrityError
 
 __all__ = ["DataFileWriter", "FileEntry", "Footer", "open_block"]
 
-_FOOTER_RATIO_MAX = 4096
-"""Raw footer bytes per stored byte that a reader believes (block lengths of one size compress that far)."""
+_COLUMN_BYTES_MAX = 8
+"""A column takes at most so many bytes per entry; the least that a block takes in the file is `CHECKSUM_BYTES`."""
+_COLUMN_HEADS = 64
+"""More than the names and heads of the footer's two columns."""
 
 
 class Stream(Protocol):
-    def write(self, data: bytes | memoryview) -> object: ...
+    def write(self, data: bytes | memoryview | np.ndarray) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,17 @@ class DataFileWriter:
         self._blocks.append(0)
         return len(self._blocks) - 1
 
-    def write_block(self, payload: bytes | memoryview) -> int:
-        """Append one block to the current record; returns its stored length in bytes."""
-        seed = block_seed(self._nonce, len(self._blocks) - 1, self._blocks[-1])
-        self._put(payload)
-        self._put(checksum(payload, seed).to_bytes(CHECKSUM_BYTES, "little"))
-        length = len(payload) + CHECKSUM_BYTES
+    def write_block(self, pieces: Sequence[bytes | memoryview | np.ndarray]) -> int:
+        """Append one block, given in pieces, to the current record; returns its stored length in bytes."""
+        running = xxhash.xxh3_64(seed=block_seed(self._nonce, len(self._blocks) - 1, self._blocks[-1]))
+        begin = self._size
+        for piece in pieces:
+            running.update(piece)
+            self._put(piece)
+        self._put(running.intdigest().to_bytes(CHECKSUM_BYTES, "little"))
         self._blocks[-1] += 1
-        self._lengths.append(length)
-        return length
+        self._lengths.append(self._size - begin)
+        return self._lengths[-1]
 
     def finish(self) -> FileEntry:
         columns = {"blocks": np.array(self._blocks, np.int64), "lengths": np.array(self._lengths, np.int64)}
@@ -89,7 +96,7 @@ class DataFileWriter:
         self._put(TRAILER.pack(len(footer), footer_checksum, FOOTER_MAGIC))
         return FileEntry(self._name, self._nonce, self._size, len(footer), footer_checksum, self._rank)
 
-    def _put(self, data: bytes | memoryview) -> None:
+    def _put(self, data: bytes | memoryview | np.ndarray) -> None:
         self._stream.write(data)
         self._size += len(data)
 
@@ -124,17 +131,22 @@ class Footer:
     @classmethod
     def _from_payload(cls, entry: FileEntry, payload: bytes) -> Footer:
         where = f"{entry.name} footer"
-        raw_length = _frame_size(payload, where)
+        raw_length = _frame_size(entry, payload, where)
         columns = unpack_columns(decompress(payload, raw_length, where=where), where=where)
         if set(columns) != {"blocks", "lengths"}:
             raise FormatError("unknown or missing columns", where=where, got=sorted(columns))
         blocks, lengths = columns["blocks"], columns["lengths"]
-        bad = (blocks < 1).any() or (lengths < CHECKSUM_BYTES).any() or (lengths > entry.size).any()
-        if bad or int(blocks.sum()) != lengths.size or HEADER_BYTES + int(lengths.sum()) != entry.footer_begin:
+        # Counts first, so that no sum of huge numbers can wrap around to the right one.
+        if (blocks < 1).any() or (blocks > lengths.size).any() or int(blocks.sum()) != lengths.size:
             raise FormatError(
-                "block lengths do not tile the file", where=where, expected=entry.footer_begin, got=int(lengths.sum())
+                "records do not hold all blocks", where=where, expected=lengths.size, got=blocks.tolist()[:8]
             )
         begins = np.concatenate([[HEADER_BYTES], HEADER_BYTES + np.cumsum(lengths)])
+        bad = (lengths < CHECKSUM_BYTES).any() or (lengths > entry.size).any() or (begins < HEADER_BYTES).any()
+        if bad or int(begins[-1]) != entry.footer_begin:
+            raise FormatError(
+                "block lengths do not tile the file", where=where, expected=entry.footer_begin, got=int(begins[-1])
+            )
         return cls(entry, begins, np.concatenate([[0], np.cumsum(blocks)]))
 
     @property
@@ -170,13 +182,14 @@ def open_block(entry: FileEntry, record: int, block: int, data: bytes | memoryvi
     return payload
 
 
-def _frame_size(payload: bytes, where: str) -> int:
-    import zstandard
-
+def _frame_size(entry: FileEntry, payload: bytes, where: str) -> int:
+    """Raw length that the footer's zstd frame announces, if a file of this size can have such a footer."""
     try:
         size = zstandard.frame_content_size(payload)
     except zstandard.ZstdError as error:
         raise FormatError(f"not a zstd frame ({error})", where=where) from error
-    if not 0 <= size <= 4096 + _FOOTER_RATIO_MAX * len(payload):
-        raise FormatError("implausible size", where=where, expected=f"<= {_FOOTER_RATIO_MAX} x stored", got=size)
+    blocks_max = (entry.footer_begin - HEADER_BYTES) // CHECKSUM_BYTES
+    limit = _COLUMN_HEADS + 2 * blocks_max * _COLUMN_BYTES_MAX
+    if not 0 <= size <= limit:
+        raise FormatError("implausible footer size", where=where, expected=f"at most {limit}", got=size)
     return size

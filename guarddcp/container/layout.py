@@ -58,7 +58,7 @@ def decompress(data: bytes | memoryview, raw_length: int, *, where: str) -> byte
     if content_size != raw_length:
         raise IntegrityError("zstd frame of another size", where=where, expected=raw_length, got=content_size)
     try:
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_length)
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_length, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise IntegrityError(f"damaged zstd frame ({error})", where=where) from error
 

@@ -22,7 +22,7 @@ from guarddcp.container.manifest import (
     _escape_column,
     head_certificates,
 )  # fmt: skip
-from guarddcp.container.records import EXACT, IN_PACK, RATIO, TensorEntry, ValueEntry
+from guarddcp.container.records import EXACT, IN_PACK, PACKED, RATIO, TensorEntry, ValueEntry
 from guarddcp.container.value_types import TENSOR_DTYPES
 from guarddcp.errors import FormatError
 
@@ -55,7 +55,7 @@ def parse_head(text: bytes, *, where: str) -> Manifest:
     head = _json(text, where)
     require(isinstance(head, dict), "head is no object")
     require(sorted(head) == sorted(_KEYS), "unknown or missing keys in the head", sorted(set(head) ^ set(_KEYS)))
-    require(head["format"] == VERSION, "unknown format", head["format"])
+    require(_whole(head["format"]) and head["format"] == VERSION, "unknown format", head["format"])
     for key in ("writer", "created", "planner_data", "storage_meta"):
         require(isinstance(head[key], str), f"{key} is no text", head[key])
     require(isinstance(head["guard"], dict), "guard is no object", head["guard"])
@@ -136,15 +136,18 @@ def _group(item: Any, entries: list[Any], require: _Refuse) -> tuple[tuple[str, 
     for role, number in item:
         require(_whole(number, len(entries)) and isinstance(entries[number], TensorEntry), "member of a group", item)
         members.append((role, entries[number].key))
-    shapes = {entries[number].shape for _, number in item}
-    require(len(shapes) == 1, "members of a group differ in shape", item)
+    require(len({key for _, key in members}) == len(members), "a tensor occurs twice in a group", item)
+    tensors = [entries[number] for _, number in item]
+    require(len({tensor.shape for tensor in tensors}) == 1, "members of a group differ in shape", item)
+    pair = len(members) == 2
+    require(not pair or {tensor.dtype for tensor in tensors} == {"float32"}, "moments of a pair are not float32", item)
     return tuple(members)
 
 
 def _view(item: Any, require: _Refuse) -> View:
     require(isinstance(item, list) and len(item) == 2 and isinstance(item[0], list), "view", item)
     axes, split = item
-    require(len(axes) <= _AXES_MAX and sorted(axes, key=repr) == sorted(range(len(axes)), key=repr), "view", item)
+    require(all(map(_whole, axes)) and len(axes) <= _AXES_MAX and sorted(axes) == list(range(len(axes))), "view", item)
     require(_whole(split, len(axes) + 1), "view", item)
     return View(tuple(axes), split)
 
@@ -164,7 +167,10 @@ def validate(manifest: Manifest, *, where: str) -> None:
     lengths |= dict.fromkeys(_VALUE_COLUMNS, values) | {"group.shards": len(manifest.groups)}
     for name, length in lengths.items():
         require(columns[name].size == length, f"column {name} has another length", columns[name].size)
-    require(int(columns["group.shards"].sum()) == shards, "groups do not hold all shards")
+    counts = columns["group.shards"]
+    # Each by itself first: a sum of huge ones can wrap around to the right number.
+    good = bool((counts <= shards).all()) and int(counts.sum()) == shards
+    require(good, "groups do not hold all shards")
     axes = int(manifest._axis_begins[-1])
     require(columns["offsets"].size == axes and columns["sizes"].size == axes, "boxes do not fit the shapes")
     _check_indexes(manifest, require)
@@ -193,26 +199,48 @@ def _check_indexes(manifest: Manifest, require: _Refuse) -> None:
 
 
 def _check_boxes(manifest: Manifest, require: _Refuse) -> None:
-    columns, at, volumes = manifest.columns, 0, dict.fromkeys(manifest.tensors, 0)
+    columns, at, first = manifest.columns, 0, 0
+    covered = dict.fromkeys(manifest.tensors, 0)
+    coordinates = np.zeros(manifest.num_shards, np.int64)
     for members, count in zip(manifest.groups, columns["group.shards"].tolist(), strict=True):
-        shape = manifest.tensors[members[0][1]].shape
-        n = count * len(shape)
-        offsets, sizes = (columns[name][at : at + n].reshape(count, len(shape)) for name in ("offsets", "sizes"))
-        at += n
-        require(bool((offsets + sizes <= np.array(shape, np.int64)).all()), f"a chunk of {members[0][1]} lies outside")
-        volume = sum(math.prod(row) for row in sizes.tolist())
+        entry = manifest.tensors[members[0][1]]
+        n = count * len(entry.shape)
+        offsets, sizes = (columns[name][at : at + n].reshape(count, len(entry.shape)) for name in ("offsets", "sizes"))
+        require(
+            bool((offsets + sizes <= np.array(entry.shape, np.int64)).all()), f"a chunk of {entry.key} lies outside"
+        )
+        volumes = np.prod(sizes, axis=1, dtype=np.int64)  # below 2^62, since the shape's own volume is
+        group = slice(first, first + count)
+        coordinates[group] = volumes
+        plain = columns["codec"][group] == PACKED
+        good = columns["bytes"][group] == volumes * TENSOR_DTYPES[entry.dtype].itemsize
+        require(bool((good | ~plain).all()), f"packed bytes of {entry.key} are not those of its chunk")
         for _, key in members:
-            volumes[key] += volume
-    for key, volume in volumes.items():
+            covered[key] += sum(volumes.tolist())
+        at, first = at + n, first + count
+    for key, volume in covered.items():
         require(volume == math.prod(manifest.tensors[key].shape), f"chunks of {key} do not cover it", volume)
     ndim = np.diff(manifest._axis_begins)
     for number, view in enumerate(manifest.views):
         require(bool((ndim[columns["view"] == number + 1] == len(view.axes)).all()), "view of another number of axes")
+    _check_counts(manifest, coordinates, require)
+
+
+def _check_counts(manifest: Manifest, coordinates: np.ndarray, require: _Refuse) -> None:
+    """Escapes and failed frames belong to certified shards, and there are no more of them than coordinates."""
+    ratio = manifest.columns["codec"] == RATIO
+    escapes = sum(manifest.columns[_escape_column(cause)].astype(np.float64) for cause in manifest.causes)
+    require(bool((escapes <= np.where(ratio, coordinates, 0)).all()), "more escapes than coordinates")
+    require(
+        bool((manifest.columns["failed"] <= np.where(ratio, coordinates, 0)).all()), "more failed frames than frames"
+    )
 
 
 def _check_records(manifest: Manifest, require: _Refuse) -> None:
     columns = manifest.columns
     own = columns["pack"] == 0
+    alone = (columns["file"] == 0) & (columns["record"] == 0)
+    require(bool((own | alone).all()), "packed shards with a record of their own")
     file = np.concatenate([columns["file"][own], columns["pack.file"]])
     record = np.concatenate([columns["record"][own], columns["pack.record"]])
     length = np.concatenate([columns["bytes"][own], columns["pack.bytes"]])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from guarddcp.container.manifest import Manifest
 from guarddcp.container.records import RATIO, ShardRecord
 from guarddcp.container.value_types import DTYPES
 from guarddcp.dcp.pipeline import OrderedPool
-from guarddcp.errors import FormatError
+from guarddcp.errors import FormatError, IntegrityError
 from guarddcp.kernels.params import CoderParams
 from guarddcp.storage.store import Store
 
@@ -79,6 +79,12 @@ class Fetcher:
         """Fetch and check header and footer of the files that are not open yet."""
         wanted = sorted(set(files) - set(self._footers))
         entries = [self._manifest.files[number] for number in wanted]
+        for entry in entries if self._store.is_local else ():
+            # Elsewhere a size costs a request, and objects do not grow: what replaces one fails the trailer.
+            if (size := self._store.size(entry.name)) != entry.size:
+                raise IntegrityError(
+                    "data file of another size", where=self._store.where(entry.name), expected=entry.size, got=size
+                )
         heads = [(entry.name, 0, HEADER_BYTES) for entry in entries]
         tails = [(entry.name, entry.footer_begin, entry.size) for entry in entries]
         data = self._store.read_ranges(heads + tails)
@@ -143,15 +149,15 @@ class Fetcher:
     def run(self, wanted: list[tuple[OpenShard, list[Box]]], prepare: Prepare, deliver: Deliver) -> None:
         """Decode every frame that overlaps a box of its shard.
 
-        On the pool's threads, per frame: ``prepare(job)`` gives the arrays to decode into, ``deliver(job, arrays)`` gets them
-        back, checked. Roles: m and v float32 (rows, columns); x: uint8 of the frame's bytes.
+        On the pool's threads, per frame: ``prepare(job)`` gives the arrays to decode into, ``deliver(job, arrays)``
+        gets them back, checked. Roles: m and v float32 (rows, columns); x: uint8 of the frame's bytes.
         """
         self._read_sides([shard for shard, _ in wanted])
         for batch in self._batches(wanted):
             places = [(j.shard.record.file, j.shard.record.record, 1 + j.number) for j in batch]
             ranges = [(self._footers[f].entry.name, *self._footers[f].block_range(r, b)) for f, r, b in places]
             for job, data in zip(batch, self._store.read_ranges(ranges), strict=True):
-                self._pool.submit(lambda job=job, data=data: self._decode(job, data, prepare, deliver), lambda _: None)
+                self._pool.submit(partial(self._decode, job, data, prepare, deliver), lambda _: None)
         self._pool.drain()
 
     def _read_sides(self, shards: list[OpenShard]) -> None:

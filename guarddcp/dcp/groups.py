@@ -88,16 +88,20 @@ class OptimizerGroups(GroupLookup):
 
 
 def groups_from_values(
-    get: Callable[[str], object], keys: Iterable[str], planner_data: Mapping[str, Path] | None = None
+    get: Callable[[str], object],
+    keys: Iterable[str],
+    planner_data: Mapping[str, Path] | None = None,
+    rule: Adam | None = None,
 ) -> GroupLookup:
     """Rules and steps as a checkpoint holds them, by the same search as at save time.
 
     ``get(key)``: the stored value (a Python value or a small tensor), None if there is none; it is never called
-    for a moment. ``keys``: all keys of the checkpoint. ``planner_data``: the path of each key, if stored.
+    for a moment. ``keys``: all keys of the checkpoint. ``planner_data``: the path of each key, if stored. ``rule``: as
+    in GroupLookup.
     """
     paths = planner_data if isinstance(planner_data, Mapping) else {}
     names = _names_by_head(keys, paths)
-    return GroupLookup(get, lambda m_index: frozenset(names.get(state_head(m_index.fqn), ())), paths)
+    return GroupLookup(get, lambda m_index: frozenset(names.get(state_head(m_index.fqn), ())), paths, rule)
 
 
 def moments_hidden(planner: SavePlanner) -> list[str]:

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from guarddcp.certificate import Certificate, prove
 from guarddcp.codecs.view import Box, Layout, intersect
 from guarddcp.container.manifest import Manifest
-from guarddcp.container.records import IN_PACK, PACKED, TREE, ShardRecord, ValueRecord
+from guarddcp.container.records import IN_PACK, PACKED, PICKLED, TREE, ShardRecord, ValueRecord
 from guarddcp.container.value_types import DTYPES
 from guarddcp.container.values import decode_value
 from guarddcp.dcp.fetching import Fetcher, FrameJob, OpenShard
-from guarddcp.dcp.subclasses import restore_tree
-from guarddcp.dcp.tensors import dtype_name
+from guarddcp.dcp.subclasses import check_tree, restore_tree
+from guarddcp.dcp.tensors import dtype_name, tensor_of_bytes
 from guarddcp.errors import FormatError, GuardError, IntegrityError, ToleranceError
 
 __all__ = ["RankLoad", "prove_all", "scratch", "widens"]
@@ -105,11 +105,12 @@ class RankLoad:
         """Restore every item; returns the shards that were read."""
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [(item, planner.resolve_tensor(item)) for item in tensors]
-        for item, target in targets:  # every target is judged before any is changed
+        for item, target in targets:  # every target is judged, every value parsed, before any target is changed
             self._check_dtype(item, target)
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                self._load_value(item, planner)
+            self._check_whole(item, target)
+        values = [(item, self._value(item)) for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        for item, buffer in values:
+            planner.load_bytes(item, buffer)
         read = self._load_tensors(targets)
         for item, target in targets:
             planner.commit_tensor(item, target)
@@ -130,6 +131,31 @@ class RankLoad:
                 expected=dtype_name(stored),
                 got=dtype_name(target.dtype),
                 hint="Load into a tensor of the stored dtype and convert it yourself",
+            )
+
+    def _check_whole(self, item: ReadItem, target: torch.Tensor) -> None:
+        """Of a tensor subclass, or a tensor stored as pickle, only whole chunks can be restored, of the right kind."""
+        record = self._manifest.shard(self._shard_index(item))
+        if record.codec not in (TREE, PICKLED):
+            return
+        key = item.storage_index.fqn
+        if tuple(item.lengths) != record.sizes:
+            raise GuardError(
+                "a tensor subclass or pickled tensor can only be restored as the whole chunk that was saved",
+                where=key,
+                expected=f"sizes {record.sizes}",
+                got=f"sizes {tuple(item.lengths)}",
+                hint="Restore on the mesh that saved it",
+            )
+        raw = self._slice(record.pack, record.pack_begin, record.bytes)
+        if record.codec == TREE:
+            check_tree(raw, target, where=key)
+        elif not isinstance(found := self._unpickle(raw, key), torch.Tensor) or found.shape != target.shape:
+            raise GuardError(
+                "not the tensor that the manifest describes",
+                where=key,
+                expected=f"a tensor of sizes {tuple(target.shape)}",
+                got=f"{type(found).__name__} of sizes {tuple(getattr(found, 'shape', ()))}",
             )
 
     def _open(self, indexes: list[int]) -> dict[int, OpenShard]:
@@ -165,22 +191,13 @@ class RankLoad:
             dtype = DTYPES[self._manifest.tensors[key].dtype]
             if len(raw) != record.coordinates * dtype.itemsize:
                 raise FormatError("packed tensor of another size", where=key, got=len(raw))
-            stored = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
             box = tuple(slice(begin, end) for begin, end in _box_of(item))
-            target.detach().copy_(stored.reshape(record.sizes)[box])
-            return
-        if tuple(item.lengths) != record.sizes:
-            raise GuardError(
-                "a tensor subclass or pickled tensor can only be restored as the whole chunk that was saved",
-                where=key,
-                expected=f"sizes {record.sizes}",
-                got=f"sizes {tuple(item.lengths)}",
-                hint="Restore on the mesh that saved it",
-            )
-        if record.codec == TREE:
+            target.detach().copy_(tensor_of_bytes(raw, dtype).reshape(record.sizes)[box])
+        elif record.codec == TREE:
             restore_tree(raw, target, where=key)
         else:
-            target.detach().copy_(self._unpickle(raw, key))
+            with torch.no_grad():  # detach() would do for dense tensors; a sparse one would keep its old elements
+                target.copy_(self._unpickle(raw, key))
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -191,15 +208,16 @@ class RankLoad:
         except KeyError:
             raise FormatError("no such value in the manifest", where=key) from None
 
-    def _load_value(self, item: ReadItem, planner: LoadPlanner) -> None:
+    def _value(self, item: ReadItem) -> io.BytesIO:
+        """What the planner unpickles: bytes made here and now, never stored ones (unless those are trusted)."""
         record = self._value_record(item)
         raw = self._slice(record.pack, record.begin, record.length)
-        value = decode_value(raw) if record.kind == "plain" else self._unpickle(raw, record.key)
-        # The planner unpickles what it is given: it gets bytes made here and now, never stored ones.
+        if record.kind == "pickle" and self._allow_pickle:
+            return io.BytesIO(raw)  # a planner of the user's may have made them in a way of its own
         buffer = io.BytesIO()
-        torch.save(value, buffer)
+        torch.save(decode_value(raw) if record.kind == "plain" else self._unpickle(raw, record.key), buffer)
         buffer.seek(0)
-        planner.load_bytes(item, buffer)
+        return buffer
 
     def _unpickle(self, raw: bytes, key: str) -> Any:
         try:
@@ -208,7 +226,7 @@ class RankLoad:
             if self._allow_pickle:
                 return torch.load(io.BytesIO(raw), weights_only=False)
             raise GuardError(
-                f"stored as pickle, and torch's safe unpickler refuses it ({str(error).splitlines()[0][:120]})",
+                f"stored as pickle, and torch's safe unpickler refuses it ({_refusal(error)})",
                 where=key,
                 hint="Pass allow_pickle=True to GuardedReader if you trust whoever wrote this checkpoint",
             ) from error
@@ -223,6 +241,13 @@ class RankLoad:
         if begin + length > raw.size:
             raise IntegrityError("a packed item lies outside its pack", where=f"pack {pack}", got=(begin, length))
         return raw[begin : begin + length].tobytes()
+
+
+def _refusal(error: Exception) -> str:
+    """The line of torch's message that says what was refused, without its advice."""
+    text = str(error)
+    at = text.find("Unsupported ")
+    return (text[at:] if at >= 0 else f"{type(error).__name__}: {text}").splitlines()[0].split(". ")[0][:200]
 
 
 def _box_of(item: ReadItem) -> Box:

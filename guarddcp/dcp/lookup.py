@@ -86,6 +86,11 @@ class GroupLookup:
         self._members: dict[str, dict[str, list[str]]] = {}
         self._rules: dict[str, Adam | Exact] = {}
 
+    @property
+    def rule_is_given(self) -> bool:
+        """Whether ``rule`` stands for every group, whatever the groups say."""
+        return self._rule is not None
+
     def rule_for(self, m_index: MetadataIndex) -> Guarded | Exact:
         """Rule and step of the pair whose first moment is ``m_index``, or why there are none.
 

@@ -81,7 +81,7 @@ def metadata_of(manifest: Manifest) -> Metadata:
         properties = TensorProperties(dtype=DTYPES[entry.dtype], requires_grad=entry.requires_grad)
         chunks = [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in manifest.chunks(entry.key)
+            for offsets, sizes in sorted(manifest.chunks(entry.key))
         ]
         described[entry.key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
     return Metadata(

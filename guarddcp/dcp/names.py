@@ -13,8 +13,8 @@ __all__ = ["parameter_namer"]
 def parameter_namer(paths: Mapping[str, Path]) -> Callable[[str], str]:
     """A function from a first moment's key to its parameter's name, from the planner's paths where they are known.
 
-    Nested (.., "state", P, "exp_avg") and flat (.., "state.P.exp_avg") paths give P; without a path P is what follows the
-    first "state.". Two optimizers may hold the same P: then the whole key without its suffix names the second.
+    Nested (.., "state", P, "exp_avg") and flat (.., "state.P.exp_avg") paths give P; without a path P is what follows
+    the first "state.". Two optimizers may hold the same P: then the whole key without its suffix names the second.
     """
     owners: dict[str, str] = {}
 

@@ -9,7 +9,9 @@ every rank    read_data              loading.RankLoad
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -25,9 +27,9 @@ from guarddcp.dcp.metadata import metadata_of
 from guarddcp.dcp.names import parameter_namer
 from guarddcp.dcp.opening import read_manifest
 from guarddcp.dcp.pipeline import OrderedPool, default_threads
-from guarddcp.errors import GuardError, IntegrityError
+from guarddcp.errors import FormatError, GuardError, IntegrityError
 from guarddcp.report import Report
-from guarddcp.storage.store import Store
+from guarddcp.storage.store import ReadStats, Store
 
 __all__ = ["GuardedReader", "Verify"]
 
@@ -89,6 +91,7 @@ class GuardedReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         self._manifest = self._error = None
+        self._store.stats = ReadStats()  # of one load each
         try:
             self._manifest = read_manifest(self._store)
             metadata = metadata_of(self._manifest)
@@ -107,7 +110,7 @@ class GuardedReader(StorageReader):
             raise GuardError("set_up_storage_reader before read_metadata", where=self.path)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        with OrderedPool(self._threads or default_threads()) as pool:
+        with OrderedPool(self._threads or default_threads()) as pool, self._telling_of_vanished():
             load = self._load(pool)
             load.prove(plan)
             if self.verify == "before":
@@ -120,15 +123,14 @@ class GuardedReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         manifest = self._manifest
         assert manifest is not None
-        with OrderedPool(self._threads or default_threads()) as pool:
+        with OrderedPool(self._threads or default_threads()) as pool, self._telling_of_vanished():
+            load = self._load(pool)
+            certificates = load.prove(plan)
             try:
-                load = self._load(pool)
-                certificates = load.prove(plan)
                 shards = load.load(plan, planner)
-            except IntegrityError as error:
-                raise IntegrityError(f"{error}. The load stopped; what the targets hold is undefined") from error
-            except FileNotFoundError as error:
-                raise self._vanished(error) from error
+            except (IntegrityError, FormatError) as error:
+                error.args = (f"{error}. The load stopped; what the targets hold is undefined",)
+                raise
         self.report = summarise(
             shards,
             [],
@@ -151,6 +153,13 @@ class GuardedReader(StorageReader):
         fetcher = Fetcher(self._manifest, self._store, pool, digest=self.verify != "checksum")
         return RankLoad(self._manifest, fetcher, allow_pickle=self._allow_pickle)
 
+    @contextlib.contextmanager
+    def _telling_of_vanished(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise self._vanished(error) from error
+
     def _vanished(self, error: FileNotFoundError) -> GuardError:
         """A data file is missing: overwritten while reading, or removed by hand."""
         try:
@@ -162,6 +171,6 @@ class GuardedReader(StorageReader):
             return IntegrityError(
                 "the checkpoint was overwritten while reading",
                 where=self.path,
-                hint="Load again: the new checkpoint is whole. What the targets hold is undefined",
+                hint="Load again: the new checkpoint is whole. What the targets hold may be undefined",
             )
         return IntegrityError(f"a data file of the checkpoint is missing: {error}", where=self.path)

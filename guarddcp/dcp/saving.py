@@ -12,6 +12,7 @@ import io
 import logging
 import struct
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from guarddcp.certificate import Certificate, Uncertifiable
+from guarddcp.certificate import Certificate, Uncertifiable, certify, q_limit
 from guarddcp.codecs import ratio
 from guarddcp.codecs.choice import choose_certificate, sample_frames, sample_q
 from guarddcp.codecs.planes import encode_exact
@@ -40,14 +41,14 @@ from guarddcp.container.records import (
     ValueRecord,
 )  # fmt: skip
 from guarddcp.container.values import encode_value
-from guarddcp.dcp.groups import Exact, OptimizerGroups
+from guarddcp.dcp.groups import Exact, Guarded, OptimizerGroups
 from guarddcp.dcp.pairing import M_SUFFIX, V_SUFFIX, PairItem
 from guarddcp.dcp.pipeline import OrderedPool
 from guarddcp.dcp.subclasses import tree_of
 from guarddcp.dcp.tensors import FrameSource, dtype_name, is_plain, raw_bytes, rotates
 from guarddcp.errors import GuardError
 
-__all__ = ["EXACT_FRAME_BYTES", "PACK_BYTES", "SMALL_BYTES", "SMALL_PAIR", "RankSave"]
+__all__ = ["EXACT_FRAME_BYTES", "GIVEN_RULE", "PACK_BYTES", "SMALL_BYTES", "SMALL_PAIR", "RankSave"]
 
 logger = logging.getLogger("guarddcp")
 
@@ -55,8 +56,11 @@ EXACT_FRAME_BYTES = 8 << 20
 SMALL_BYTES = 16 << 10
 """Tensors up to this size share packs."""
 SMALL_PAIR = 128
-"""Pairs of at most this many coordinates are packed exactly: certificate, headers and tables would outweigh the gain."""
+"""Pairs of at most this many coordinates are packed exactly: headers and tables would outweigh the gain."""
 PACK_BYTES = 1 << 20
+
+GIVEN_RULE = "rule: given to the writer in place of what the param group says"
+"""Stands as reason with a coded pair, so that a verification does not hold it against the group."""
 
 
 def _length(buffers: list[bytes | np.ndarray]) -> int:
@@ -64,7 +68,7 @@ def _length(buffers: list[bytes | np.ndarray]) -> int:
 
 
 def _joined(buffers: list[bytes | np.ndarray]) -> bytes:
-    return b"".join(buffers)
+    return b"".join(buffers)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -74,7 +78,6 @@ class _Open:
     record: int = -1
     bytes: int = 0
     failed: int = 0
-    escapes: np.ndarray | None = None
 
 
 class RankSave:
@@ -123,16 +126,20 @@ class RankSave:
         elif item.type == WriteItemType.BYTE_IO:
             self._value(item, planner)
         else:
-            reason = ""
-            if item.index.fqn.endswith((M_SUFFIX, V_SUFFIX)):
-                reason = self._exactly(
-                    "unpaired", "float32 exp_avg and exp_avg_sq of one chunk were not both there", item
-                )
-            self._tensor(item.index, item, self._resolve(item, planner), reason)
+            self._tensor(item.index, item, self._resolve(item, planner), self._why_alone(item))
+
+    def _why_alone(self, item: WriteItem) -> str:
+        """The reason why a moment was not planned as part of a pair; "" for all other tensors."""
+        if not item.index.fqn.endswith((M_SUFFIX, V_SUFFIX)) or item.tensor_data is None:
+            return ""
+        if (dtype := item.tensor_data.properties.dtype) != torch.float32:
+            return self._exactly("dtype", f"moments of {dtype_name(dtype)}; only float32 pairs are coded", item)
+        return self._exactly("unpaired", "float32 exp_avg and exp_avg_sq of one chunk were not both there", item)
 
     def _resolve(self, item: WriteItem, planner: SavePlanner) -> torch.Tensor:
         tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor) and item.tensor_data is not None
+        assert isinstance(tensor, torch.Tensor)
+        assert item.tensor_data is not None
         planned = (item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
         if (found := (tensor.dtype, tuple(tensor.shape))) != planned:
             raise GuardError(
@@ -140,7 +147,7 @@ class RankSave:
                 where=f"rank {self._rank}, {item.index.fqn}",
                 expected=f"{planned[0]} {planned[1]}",
                 got=f"{found[0]} {found[1]}",
-                hint="Plan caching keeps plans whose dtype changed: save once with a planner without enable_plan_caching",
+                hint="Plan caching does not notice that a dtype changed: save with enable_plan_caching=False from here",
             )
         return tensor
 
@@ -162,6 +169,7 @@ class RankSave:
             codec=RATIO,
             view=layout.view,
             certificate=found,
+            reason=GIVEN_RULE if self._groups.rule_is_given else "",
         )
         self._encode_pair(record, layout, FrameSource(m, layout), FrameSource(v, layout), (m_item.index, v_item.index))
 
@@ -182,12 +190,29 @@ class RankSave:
         try:
             certificate = choose_certificate(np.concatenate(samples), found.rule, found.step, self._guard)
         except Uncertifiable as error:
+            error = self._for_every_pair(found) or error
             return self._exactly(error.reason, str(error), item)
         if certificate.horizon != self._guard.horizon:
             self._warn(
                 "horizon", f"proved for horizon {certificate.horizon} only (coupled weight decay)", item.index.fqn
             )
         return certificate
+
+    def _for_every_pair(self, found: Guarded) -> Uncertifiable | None:
+        """What would do for every pair of the group, whatever its |q|: so that one line speaks for all of them."""
+        guard = self._guard
+        try:
+            certify(
+                found.rule,
+                found.step,
+                tolerance=guard.tolerance,
+                horizon=guard.horizon,
+                rounding_share=guard.rounding_share,
+                q_max=q_limit(found.rule),
+            )
+        except Uncertifiable as error:
+            return error
+        return None
 
     def _encode_pair(
         self,
@@ -199,11 +224,11 @@ class RankSave:
     ) -> None:
         assert record.certificate is not None
         params = ratio.params_of(record.certificate)
-        state = _Open(escapes=np.zeros(len(ratio.CAUSES), np.int64))
+        state, escapes = _Open(), np.zeros(len(ratio.CAUSES), np.int64)
         where = f"rank {self._rank}, {indexes[0].fqn}"
 
         def fit(number: int) -> Any:
-            return RowCol.fit_frame(v.block(number), params)
+            return RowCol.fit_frame(v.block(number), layout.frame(number), layout, params)
 
         def encode(number: int, predictor: RowCol) -> ratio.EncodedFrame:
             frame = layout.frame(number)
@@ -216,7 +241,8 @@ class RankSave:
 
         def write_frame(frame: ratio.EncodedFrame) -> None:
             self._block(state, frame.buffers)
-            state.escapes += frame.escapes
+            nonlocal escapes
+            escapes = escapes + frame.escapes
             if frame.failed:
                 state.failed += 1
                 logger.error(
@@ -230,7 +256,7 @@ class RankSave:
                 record=state.record,
                 bytes=state.bytes,
                 failed=state.failed,
-                escapes=tuple(state.escapes.tolist()),
+                escapes=tuple(escapes.tolist()),
             )
             self._results.append(WriteResult(indexes[0], state.bytes, done))
             self._results.append(WriteResult(indexes[1], 0, None))
@@ -253,7 +279,7 @@ class RankSave:
         privates: list[bytes] = []
         self._pool.submit(lambda: predictor, lambda p: privates.append(write_side(p)))
         for number in range(layout.num_frames):
-            self._pool.submit(lambda n=number: encode(n, predictor), write_frame)
+            self._pool.submit(partial(encode, number, predictor), write_frame)
         self._pool.submit(lambda: None, lambda _: close(privates[0]))
 
     # -- everything else -----------------------------------------------------------------------------------------
@@ -308,7 +334,7 @@ class RankSave:
 
         self._pool.submit(lambda: [], lambda side: self._block(state, side))
         for number in range(layout.num_frames):
-            self._pool.submit(lambda n=number: encode(n), lambda frame: self._block(state, frame))
+            self._pool.submit(partial(encode, number), lambda frame: self._block(state, frame))
         self._pool.submit(lambda: None, close)
 
     def _value(self, item: WriteItem, planner: SavePlanner) -> None:
@@ -336,7 +362,7 @@ class RankSave:
     def _block(self, state: _Open, buffers: list[bytes | np.ndarray]) -> None:
         if state.record < 0:
             state.record = self._file.begin_record()
-        state.bytes += self._file.write_block(_joined(buffers))
+        state.bytes += self._file.write_block(buffers)
 
     def _pack_append(self, raw: bytes | np.ndarray) -> int:
         begin = self._pack_size

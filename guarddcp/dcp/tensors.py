@@ -8,7 +8,7 @@ import torch
 from guarddcp.codecs.view import Layout
 from guarddcp.container.value_types import TENSOR_DTYPES
 
-__all__ = ["FrameSource", "dtype_name", "is_plain", "raw_bytes", "rotates"]
+__all__ = ["FrameSource", "dtype_name", "is_plain", "raw_bytes", "rotates", "tensor_of_bytes"]
 
 _ROTATED = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -34,10 +34,15 @@ def rotates(dtype: torch.dtype) -> bool:
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The elements of a dense tensor in row-major order, as uint8 (a view of its memory where that is possible)."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
     if flat.numel() <= 1:  # torch calls one element contiguous at any stride, and then refuses to view it as bytes
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy()
+
+
+def tensor_of_bytes(raw: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of `raw_bytes`: a fresh 1-D CPU tensor. No factory function, which a default device would divert."""
+    return torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).view(dtype)
 
 
 class FrameSource:
@@ -57,7 +62,7 @@ class FrameSource:
         frame = self._layout.frame(number)
         if self._flat is not None:
             return self._flat[frame.begin : frame.end]
-        out = torch.empty(frame.end - frame.begin, dtype=self._source.dtype)
+        out = torch.empty(frame.end - frame.begin, dtype=self._source.dtype, device="cpu")
         for at, box in self._layout.pieces(number):
             piece = self._source[tuple(slice(begin, end) for begin, end in box)]
             out[at : at + piece.numel()].view(piece.shape).copy_(piece)

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from guarddcp.certificate import Certificate, prove
+from guarddcp.certificate import Certificate
 from guarddcp.container.manifest import Manifest
 from guarddcp.container.records import IN_PACK, PACKED, RATIO, TREE
 from guarddcp.container.value_types import DTYPES
 from guarddcp.container.values import decode_value
 from guarddcp.dcp.fetching import Fetcher
-from guarddcp.dcp.groups import Guarded, groups_from_values
-from guarddcp.dcp.loading import scratch
+from guarddcp.dcp.groups import GroupLookup, Guarded, groups_from_values
+from guarddcp.dcp.loading import prove_all, scratch
 from guarddcp.dcp.opening import read_manifest
 from guarddcp.dcp.pipeline import OrderedPool, default_threads
+from guarddcp.dcp.saving import GIVEN_RULE
+from guarddcp.dcp.tensors import tensor_of_bytes
 from guarddcp.dcp.writer import report_of
 from guarddcp.errors import GuardError, IntegrityError, ToleranceError
 from guarddcp.report import Report
@@ -46,8 +49,8 @@ def verify(
 ) -> Report:
     """Re-prove a whole checkpoint; returns its report.
 
-    Raises ToleranceError if a certificate does not prove its tolerance or is not that of the optimizer stored beside it,
-    IntegrityError (or FormatError) if bytes are not those that were written; the message lists what was found.
+    Raises ToleranceError if a certificate does not prove its tolerance or is not that of the optimizer stored beside
+    it, IntegrityError (or FormatError) if bytes are not those that were written; the message lists what was found.
     """
     report = examine(path, threads=threads, storage_options=storage_options)
     if report.problems:
@@ -66,16 +69,25 @@ def examine(
     manifest = read_manifest(store)
     report = report_of(manifest)
     found = _Problems(report.problems)
-    for certificate in manifest.certificates:
-        found.catch(lambda c=certificate: prove(c))
+    for certificate, key in _owners(manifest).items():
+        found.catch(partial(prove_all, {certificate: key}))
     for entry in manifest.files:
-        found.catch(lambda e=entry: _check_size(store, e.name, e.size))
+        found.catch(partial(_check_size, store, entry.name, entry.size))
     if not report.problems:
         with OrderedPool(threads or default_threads()) as pool:
             _examine_bytes(manifest, Fetcher(manifest, store, pool), found)
     stats = store.stats
     report.bytes_asked, report.bytes_fetched, report.requests = stats.bytes_asked, stats.bytes_fetched, stats.requests
     return report
+
+
+def _owners(manifest: Manifest) -> dict[Certificate, str]:
+    """Every certificate, with one key that it stands for."""
+    owners: dict[Certificate, str] = {}
+    for record in manifest.shards():
+        if record.certificate is not None:
+            owners.setdefault(record.certificate, record.members[0][1])
+    return dict.fromkeys(manifest.certificates, "a certificate without a shard") | owners
 
 
 class _Problems:
@@ -102,7 +114,7 @@ def _check_size(store: Store, name: str, size: int) -> None:
 
 
 def _examine_bytes(manifest: Manifest, fetcher: Fetcher, found: _Problems) -> None:
-    files = [n for n in range(len(manifest.files)) if found.catch(lambda n=n: fetcher.open_files([n]))]
+    files = [n for n in range(len(manifest.files)) if found.catch(partial(fetcher.open_files, [n]))]
     packs: dict[int, bytes] = {}
 
     def read_pack(index: int) -> None:
@@ -110,16 +122,16 @@ def _examine_bytes(manifest: Manifest, fetcher: Fetcher, found: _Problems) -> No
 
     for index, pack in enumerate(manifest.packs):
         if pack.file in files:
-            found.catch(lambda i=index: read_pack(i))
+            found.catch(partial(read_pack, index))
     values = _Values(manifest, packs)
     for key in manifest.values:
-        found.catch(lambda k=key: values.check(k))
+        found.catch(partial(values.check, key))
     for index in range(manifest.num_shards):
         record = manifest.shard(index)
         if record.codec in IN_PACK:
-            found.catch(lambda r=record: values.check_tensor(r))
+            found.catch(partial(values.check_tensor, record))
         elif record.file in files:
-            found.catch(lambda i=index: _examine_shard(fetcher, i))
+            found.catch(partial(_examine_shard, fetcher, index))
     _hold_against_groups(manifest, values, found)
 
 
@@ -158,30 +170,31 @@ class _Values:
             return None
         begin = records[0].pack_begin
         raw = self._packs[records[0].pack][begin : begin + records[0].bytes]
-        return torch.frombuffer(bytearray(raw), dtype=DTYPES[entry.dtype]).reshape(entry.shape) if raw else None
+        return tensor_of_bytes(raw, DTYPES[entry.dtype]).reshape(entry.shape) if raw else None
 
 
 def _hold_against_groups(manifest: Manifest, values: _Values, found: _Problems) -> None:
     paths = decode_value(manifest.planner_data.encode("ascii"))
     keys = [entry.key for entry in manifest.entries]
-    lookup = groups_from_values(values.get, keys, paths if isinstance(paths, dict) else None)
-    from torch.distributed.checkpoint.metadata import MetadataIndex
+    planner_data = paths if isinstance(paths, dict) else None
+    lookup = groups_from_values(values.get, keys, planner_data)
+    pairs = {
+        (record.members[0][1], record.certificate): record.reason == GIVEN_RULE
+        for record in manifest.shards()
+        if record.codec == RATIO and record.certificate is not None
+    }
+    for (key, certificate), is_given in pairs.items():
+        source = groups_from_values(values.get, keys, planner_data, certificate.rule) if is_given else lookup
+        found.catch(partial(_hold, key, certificate, source))
 
-    pairs: dict[str, set[Certificate]] = {}
-    for record in manifest.shards():
-        if record.codec == RATIO and record.certificate is not None:
-            pairs.setdefault(record.members[0][1], set()).add(record.certificate)
-    for key, certificates in pairs.items():
-        rule = lookup.rule_for(MetadataIndex(key))
-        for certificate in certificates:
-            if not isinstance(rule, Guarded):
-                continue  # the rule was given by the caller (rule=), or the checkpoint holds no groups
-            if (rule.rule, rule.step) != (certificate.rule, certificate.step):
-                found.add(
-                    ToleranceError(
-                        "the certificate is not that of the optimizer stored in this checkpoint",
-                        where=key,
-                        expected=f"{rule.rule} at step {rule.step}",
-                        got=f"{certificate.rule} at step {certificate.step}",
-                    )
-                )
+
+def _hold(key: str, certificate: Certificate, lookup: GroupLookup) -> None:
+    rule = lookup.rule_for(MetadataIndex(key))
+    if isinstance(rule, Guarded) and (rule.rule, rule.step) == (certificate.rule, certificate.step):
+        return
+    raise ToleranceError(
+        "the certificate is not that of the optimizer stored in this checkpoint",
+        where=key,
+        expected=f"{rule.rule} at step {rule.step}" if isinstance(rule, Guarded) else f"none ({rule.message})",
+        got=f"{certificate.rule} at step {certificate.step}",
+    )

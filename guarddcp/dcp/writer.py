@@ -20,10 +20,11 @@ import os
 import secrets
 import threading
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -43,6 +44,7 @@ from guarddcp.dcp.opening import read_manifest
 from guarddcp.dcp.pairing import PairItem, check_coverage, fold_pairs, unfold_metadata
 from guarddcp.dcp.pipeline import OrderedPool, default_threads
 from guarddcp.dcp.saving import RankSave
+from guarddcp.dcp.tensors import dtype_name
 from guarddcp.errors import CheckpointExistsError, GuardError
 from guarddcp.report import Report
 from guarddcp.storage.commit import commit
@@ -163,56 +165,47 @@ class GuardedWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         plan = fold_pairs(plan)  # again: a plan cached by another writer of this process arrives unfolded
         name = secrets.token_hex(16) + DATA_SUFFIX
-        groups = OptimizerGroups(planner, self._optimizer_type, self._rule)
-        stream = self._store().create(name)
-        try:
+        where = f"rank {self._save.rank}, {self._store().where(name)}"
+        with _as_guard_error(where), self._store().create(name) as stream:
             with OrderedPool(self._threads or default_threads()) as pool:
                 save = RankSave(
                     stream,
                     name,
                     guard=self.guard,
-                    groups=groups,
+                    groups=OptimizerGroups(planner, self._optimizer_type, self._rule),
                     pool=pool,
                     rank=self._save.rank,
                     allow_pickle=self._allow_pickle,
                 )
                 results, part = save.run(plan, planner)
-            stream.close()
-        except BaseException:
-            stream.abort()
-            raise
-        part = RankPart(part.rank, part.files, part.packs, (*self._hidden_moments(plan, planner), *part.warnings))
-        self.report = self._share(results, part)
-        self._say(part)
+            part = replace(part, warnings=(*self._hidden_moments(plan, planner), *part.warnings))
+            self.report = self._share(plan, results, part)
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, part])  # type: ignore[list-item]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store = self._store()
-        written = [
-            entry.name for of_rank in results for part in of_rank if isinstance(part, RankPart) for entry in part.files
-        ]
+        parts = [part for of_rank in results for part in of_rank if isinstance(part, RankPart)]
+        written = [entry.name for part in parts for entry in part.files]
         try:
             unfold_metadata(metadata)
             check_coverage(metadata, results)
             manifest = self._manifest(metadata, results)
-            old = _old_files(store) if self.overwrite else []
+            old = _files(store) if self.overwrite else []
             commit(store, MANIFEST_NAME, manifests.to_bytes(manifest), overwrite=self.overwrite)
-        except BaseException:
-            for name in written:
-                with contextlib.suppress(OSError):
-                    store.delete(name)
+        except BaseException as error:
+            # A commit may fail after it took effect (the last fsync, a lost response): then its files must stay.
+            if isinstance(error, CheckpointExistsError) or not set(written) & set(_files(store, unreadable=written)):
+                _delete(store, written)
             raise
         self.report = report_of(manifest)
-        self.report.warnings = sorted(
-            {line for of_rank in results for part in of_rank if isinstance(part, RankPart) for line in part.warnings}
-        )
+        self.report.warnings = _said_once(parts)
+        for line in self.report.warnings:
+            logger.warning("%s: %s", self._save.path, line)
         metadata.guard_report = self.report  # type: ignore[attr-defined]
         metadata.storage_data = {}
-        for name in old:
-            with contextlib.suppress(OSError):
-                store.delete(name)
+        _delete(store, old)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -238,24 +231,33 @@ class GuardedWriter(StorageWriter):
             values = [record for record in records if isinstance(record, ValueRecord)]
             ranks += [(part, shards, values) for part in of_rank if isinstance(part, RankPart)]
         by_key = {value.key: value for _, _, values in ranks for value in values}
-        meta = metadata.storage_meta or StorageMeta(checkpoint_id=self._save.path, save_id=self._save.save_id)
-        metadata.storage_meta = meta
+        # Always anew: plan caching hands in the metadata of an earlier save.
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._save.path, save_id=self._save.save_id)
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, TensorStorageMetadata):
+                entry.chunks.sort(key=lambda chunk: (chunk.offsets, chunk.sizes))  # as a reader lists them
         return manifests.build(
             entries_of(metadata, by_key),
             ranks,
             guard=self.guard.to_dict(),
             writer=f"guarddcp {__version__}",
             planner_data=planner_data_text(metadata.planner_data),
-            storage_meta=storage_meta_text(meta),
+            storage_meta=storage_meta_text(metadata.storage_meta),
         )
 
-    def _share(self, results: list[WriteResult], part: RankPart) -> Report:
+    def _share(self, plan: SavePlan, results: list[WriteResult], part: RankPart) -> Report:
+        """This rank's share of the report; finish replaces it on the coordinator."""
         records = [result.storage_data for result in results]
-        shards = [record for record in records if isinstance(record, ShardRecord)]
-        # The share knows chunks, not global shapes; finish replaces it on the coordinator.
-        tensors = {key: TensorEntry(key, "float32", shard.sizes) for shard in shards for _, key in shard.members}
+        items = [item for one in plan.items for item in (one.members if isinstance(one, PairItem) else (one,))]
+        tensors = {
+            item.index.fqn: TensorEntry(
+                item.index.fqn, dtype_name(item.tensor_data.properties.dtype), tuple(item.tensor_data.size)
+            )
+            for item in items
+            if item.tensor_data is not None
+        }
         return summarise(
-            shards,
+            [record for record in records if isinstance(record, ShardRecord)],
             [record for record in records if isinstance(record, ValueRecord)],
             part.packs,
             part.files,
@@ -271,14 +273,10 @@ class GuardedWriter(StorageWriter):
         hidden = moments_hidden(planner)
         byte_items = {item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO}
         return [
-            f"hidden: 0 moments seen: {key!r} holds an optimizer as one value; flatten_state_dict=True would show its moments"
+            f"hidden: 0 moments seen: {key!r} is a whole optimizer as one value; flatten_state_dict=True shows them"
             for key in hidden
             if key in byte_items
         ]
-
-    def _say(self, part: RankPart) -> None:
-        for line in part.warnings:
-            logger.warning("rank %d: %s", part.rank, line)
 
 
 def report_of(manifest: Manifest) -> Report:
@@ -295,9 +293,41 @@ def report_of(manifest: Manifest) -> Report:
     )
 
 
-def _old_files(store: Store) -> list[str]:
-    """Data files of the checkpoint that is about to be replaced; none if it is not ours or unreadable."""
+def _files(store: Store, unreadable: Sequence[str] = ()) -> list[str]:
+    """Data files of the checkpoint at the store; none without a manifest of ours, ``unreadable`` if the store fails."""
     try:
         return [entry.name for entry in read_manifest(store).files]
-    except (GuardError, OSError):
+    except GuardError:
         return []
+    except OSError:
+        return list(unreadable)
+
+
+def _delete(store: Store, names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            store.delete(name)
+
+
+def _said_once(parts: Iterable[RankPart]) -> list[str]:
+    """The ranks' warnings, one line for each kind of degradation."""
+    kinds: dict[str, dict[str, str]] = {}
+    for part in parts:
+        for line in part.warnings:
+            text = line.rpartition(" [")[0] or line
+            kinds.setdefault(line.partition(":")[0], {}).setdefault(text, line)
+    return [
+        first + (f" (and {len(others)} more causes like this one: see `reason` in the report)" if others else "")
+        for first, *others in (list(lines.values()) for lines in kinds.values())
+    ]
+
+
+@contextlib.contextmanager
+def _as_guard_error(where: str) -> Iterator[None]:
+    """Foreign errors may not survive the way to the other ranks."""
+    try:
+        yield
+    except GuardError:
+        raise
+    except Exception as error:
+        raise GuardError(f"could not write: {type(error).__name__}: {error}", where=where) from error

@@ -11,9 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from guarddcp.kernels import reference
-from guarddcp.kernels.params import CoderParams
+from guarddcp.kernels.params import ESCAPE, CoderParams
 
-__all__ = ["Planes", "backend", "check", "decode", "encode", "fit"]
+__all__ = ["RARE", "RUN_MAX", "Planes", "backend", "column_sums", "decode", "decode_and_check", "encode", "row_means"]
+
+RARE, FEW = 4096, 4
+"""One coordinate in RARE, and FEW more, that need a second plane are cheaper as escapes than with one."""
+
+RUN_MAX = 2048
+"""Most columns that the runs of `row_means` may hold together."""
 
 
 @dataclass
@@ -32,6 +38,11 @@ class Planes:
         low_v, high_v, low_q, high_q = np.empty((4, rows, columns), np.uint8)
         return cls(low_v, high_v, low_q, high_q)
 
+    def flat(self, part: slice) -> Planes:
+        """The planes of some flat coordinates, as one row."""
+        planes = (self.low_v, self.high_v, self.low_q, self.high_q)
+        return Planes(*(plane.reshape(1, -1)[:, part] for plane in planes), self.two_v, self.two_q)
+
 
 def backend() -> str:
     """Name of the kernels in use: ``numba`` or ``reference``."""
@@ -41,65 +52,134 @@ def backend() -> str:
     return name
 
 
-def fit(v: np.ndarray, params: CoderParams, sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Row means (int64) of the levels of one block; adds the columns' remainders to ``sums`` and ``counts`` (int64)."""
+def row_means(v: np.ndarray, runs: list[tuple[int, int]], params: CoderParams) -> np.ndarray:
+    """Rounded mean level of each row (int64) over column runs [begin, end), at most `RUN_MAX` columns in all."""
     if backend() == "reference":
-        r, block_sums, block_counts = reference.fit(v, params)
-        sums += block_sums
-        counts += block_counts
-        return r
+        return reference.row_means(v, runs, params)
     from guarddcp.kernels import numba_cpu
 
     r = np.empty(v.shape[0], np.int64)
-    numba_cpu.fit(v, v.view(np.int32), params.levels_per_octave, params.v_min, params.v_max, r, sums, counts)
+    begins, ends = np.array(runs, np.int64).T.copy()
+    numba_cpu.row_means(
+        v.view(np.int32), begins, ends, params.levels_per_octave, params.v_min_bits, params.v_max_bits, r
+    )
     return r
 
 
-def encode(m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams) -> Planes:
-    """Symbol planes of one block (`reference.encode` says which symbols)."""
-    planes = Planes.empty(*m.shape)
+def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts (int64, per column) of L - r over the given rows (int64 indexes) of one block."""
     if backend() == "reference":
-        symbols_v, symbols_q = reference.encode(m, v, r, c, params)
-        wide_v = reference.split_planes(symbols_v, planes.low_v, planes.high_v)
-        wide_q = reference.split_planes(symbols_q, planes.low_q, planes.high_q)
-    else:
-        from guarddcp.kernels import numba_cpu
+        return reference.column_sums(v, rows, r, params)
+    from guarddcp.kernels import numba_cpu
 
-        wide_v, wide_q = numba_cpu.encode(
-            m, v, v.view(np.int32), r, c,
-            params.levels_per_octave, params.level_min, params.delta_reciprocal, params.code_max, params.v_min, params.v_max,
-            planes.low_v, planes.high_v, planes.low_q, planes.high_q,
-        )  # fmt: skip
-    planes.two_v, planes.two_q = wide_v > 0, wide_q > 0
+    sums, counts = np.zeros((2, v.shape[1]), np.int64)
+    numba_cpu.column_sums(
+        v.view(np.int32), rows, r, params.levels_per_octave, params.v_min_bits, params.v_max_bits, sums, counts
+    )
+    return sums, counts
+
+
+def encode(
+    m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams, planes: Planes | None = None
+) -> Planes:
+    """Symbol planes of one block (`reference.encode` says which symbols), in ``planes`` if given.
+
+    One plane each, unless more coordinates would escape for that than `RARE` and `FEW` allow: then two.
+    """
+    planes = Planes.empty(*m.shape) if planes is None else planes
+    planes.two_v = planes.two_q = False
+    if _encode(m, v, r, c, params, planes) > m.size // RARE + FEW:
+        planes.two_v = True
+        if _encode(m, v, r, c, params, planes) > m.size // RARE + FEW:
+            planes.two_q = True
+            _encode(m, v, r, c, params, planes)
     return planes
 
 
-def decode(planes: Planes, r: np.ndarray, c: np.ndarray, params: CoderParams, m: np.ndarray, v: np.ndarray) -> int:
-    """Decode into m, v (float32, the planes' shape); reserved symbols give 0. Returns the number of codes out of range."""
+def _encode(m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams, planes: Planes) -> int:
     if backend() == "reference":
-        symbols_v = reference.join_planes(planes.low_v, planes.high_v if planes.two_v else None, reserved=True)
-        symbols_q = reference.join_planes(planes.low_q, planes.high_q if planes.two_q else None, reserved=False)
-        return reference.decode(symbols_v, symbols_q, r, c, params, m, v)
+        symbols_v, symbols_q, wide = reference.encode(m, v, r, c, params, planes.two_v, planes.two_q)
+        planes.low_v[...], planes.low_q[...] = symbols_v & 0xFF, symbols_q & 0xFF
+        if planes.two_v:
+            planes.high_v[...] = symbols_v >> 8
+        if planes.two_q:
+            planes.high_q[...] = symbols_q >> 8
+        return wide
     from guarddcp.kernels import numba_cpu
 
     return int(
-        numba_cpu.decode(
-            planes.low_v, planes.high_v, planes.two_v, planes.low_q, planes.high_q, planes.two_q, r, c,
-            params.levels_per_octave, params.levels_reciprocal, params.level_min, params.level_max,
-            params.delta, params.code_max, params.table_bits, m, v, v.view(np.int32),
+        numba_cpu.encode(
+            _flat(m), _flat(v), _flat(v).view(np.int32), r, c,
+            params.levels_per_octave, params.level_min, params.delta_reciprocal, params.code_max, params.v_min, params.v_max,
+            _flat(planes.low_v), _flat(planes.high_v), planes.two_v, _flat(planes.low_q), _flat(planes.high_q), planes.two_q,
         )
     )  # fmt: skip
 
 
-def check(m: np.ndarray, v: np.ndarray, m_hat: np.ndarray, v_hat: np.ndarray, params: CoderParams) -> int:
-    """Number of coordinates that are outside their certified cell and not exact (`reference.check`)."""
-    flat = [np.ascontiguousarray(x).reshape(-1) for x in (m, v, m_hat, v_hat)]
+def decode(
+    planes: Planes, r: np.ndarray, c: np.ndarray, params: CoderParams, m: np.ndarray, v: np.ndarray
+) -> tuple[int, int]:
+    """Decode into m, v (float32, the planes' shape); reserved symbols give 0. Returns (codes out of range, escapes)."""
     if backend() == "reference":
-        return reference.check(*flat, params)
+        return reference.decode(*_joined(planes), r, c, params, m, v)
     from guarddcp.kernels import numba_cpu
 
-    return int(
-        numba_cpu.check(
-            *flat, *(x.view(np.int32) for x in flat), params.ratio_min, params.ratio_max, params.deviation_max
+    arguments = _decoder_arguments(planes, r, c, params)
+    bad, escapes = numba_cpu.decode(*arguments, _flat(m), _flat(v), _flat(v).view(np.int32))
+    return int(bad), int(escapes)
+
+
+def decode_and_check(
+    planes: Planes,
+    r: np.ndarray,
+    c: np.ndarray,
+    params: CoderParams,
+    part: slice,
+    m: np.ndarray,
+    v: np.ndarray,
+    m_hat: np.ndarray,
+    v_hat: np.ndarray,
+) -> tuple[int, int]:
+    """Decode the flat coordinates ``part`` of a block, put escapes back from m, v, and check every coordinate.
+
+    ``planes``, r, c: of the whole block. m, v, m_hat, v_hat: flat, of the part alone. Returns the number of coordinates that are out
+    of range, or outside their cell and not exact (`reference.count_wrong`), and the number of escapes.
+    """
+    flat = planes.flat(part)
+    if backend() == "reference":
+        rows, columns = np.divmod(np.arange(part.start, part.stop), c.size)
+        symbols_v, symbols_q = _joined(flat)
+        bad, escapes = reference.decode(
+            symbols_v, symbols_q, np.zeros(1, np.float32), r[rows] + c[columns], params, m_hat[None], v_hat[None]
         )
-    )
+        at = symbols_v[0] == ESCAPE
+        m_hat[at], v_hat[at] = m[at], v[at]
+        return max(bad, reference.count_wrong(m, v, m_hat, v_hat, params)), escapes
+    from guarddcp.kernels import numba_cpu
+
+    wrong, escapes = numba_cpu.decode_and_check(
+        *_decoder_arguments(flat, r, c, params), part.start,
+        m, v, m.view(np.int32), v.view(np.int32), params.ratio_min, params.ratio_max, params.deviation_max,
+        m_hat, v_hat, m_hat.view(np.int32), v_hat.view(np.int32),
+    )  # fmt: skip
+    return int(wrong), int(escapes)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    flat = array.reshape(-1)
+    assert flat.base is not None and array.flags.c_contiguous, "kernel arrays are C-contiguous"
+    return flat
+
+
+def _joined(planes: Planes) -> tuple[np.ndarray, np.ndarray]:
+    symbols_v = reference.join_planes(planes.low_v, planes.high_v if planes.two_v else None, reserved=True)
+    return symbols_v, reference.join_planes(planes.low_q, planes.high_q if planes.two_q else None, reserved=False)
+
+
+def _decoder_arguments(planes: Planes, r: np.ndarray, c: np.ndarray, params: CoderParams) -> tuple[object, ...]:
+    return (
+        _flat(planes.low_v), _flat(planes.high_v), planes.two_v,
+        _flat(planes.low_q), _flat(planes.high_q), planes.two_q, r, c,
+        params.levels_per_octave, params.levels_reciprocal, params.level_min, params.level_max,
+        params.delta, params.code_max,
+    )  # fmt: skip

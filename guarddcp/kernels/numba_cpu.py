@@ -1,8 +1,9 @@
 """numba loops of the ratio coder; bytes equal those of `reference`, which explains the formulas.
 
 One formula per loop and few arrays in each: LLVM vectorises a loop only while it can tell its arrays apart with a
-handful of run-time checks. A row is worked through in segments whose scratch stays in the first-level cache. No
-``fastmath``, so nothing is contracted or reordered.
+handful of run-time checks. A block is worked through flat, in segments that run over row ends and whose scratch stays
+in the first-level cache; only the prediction r + c is laid out row by row. No ``fastmath``, so nothing is contracted or
+reordered. NOTES.md has the timings that led here.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from guarddcp.kernels.params import LOG2_POLYNOMIAL
+from guarddcp.kernels.params import ONE_PLANE
+from guarddcp.numerics.lattice import EXP2_POLYNOMIAL, LOG2_POLYNOMIAL
 
-__all__ = ["check", "decode", "encode", "fit"]
+__all__ = ["column_sums", "decode", "decode_and_check", "encode", "row_means"]
 
 _F, _I = np.float32, np.int32
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = LOG2_POLYNOMIAL
+_D0, _D1, _D2, _D3, _D4 = EXP2_POLYNOMIAL
+_ONE_BITS = _I(0x3F800000)
 _SEGMENT = 2048
 _CENTRE, _RESIDUAL_MAX = _F(0x8080), _F(32639)
+_LEAST_ONE, _MOST_ONE = _F(ONE_PLANE[0]), _F(ONE_PLANE[1])
+_ESCAPE_ONE, _ESCAPE_TWO = _F(1 - 128), _F(1 - 0x8080)  # residual of symbol 1 with one plane, with two
+_SIGN = _I(-(2**31))
 _ZERO_MARK, _TOO_LARGE = _F(65536), _F(65537)  # beyond every code; NaN becomes _TOO_LARGE as well
 _jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 
@@ -32,13 +39,13 @@ def _entry(returns, *arguments):  # type: ignore[no-untyped-def]
 _f32, _i64, _bool = types.float32, types.int64, types.boolean
 _in_f32 = types.Array(types.float32, 1, "C", readonly=True)
 _in_i32 = types.Array(types.int32, 1, "C", readonly=True)
-_in_f32_2d = types.Array(types.float32, 2, "C", readonly=True)
+_in_i64 = types.Array(types.int64, 1, "C", readonly=True)
+_in_u8 = types.Array(types.uint8, 1, "C", readonly=True)
 _in_i32_2d = types.Array(types.int32, 2, "C", readonly=True)
-_in_u8_2d = types.Array(types.uint8, 2, "C", readonly=True)
+_out_f32 = types.Array(types.float32, 1, "C")
+_out_i32 = types.Array(types.int32, 1, "C")
 _out_i64 = types.Array(types.int64, 1, "C")
-_out_f32_2d = types.Array(types.float32, 2, "C")
-_out_i32_2d = types.Array(types.int32, 2, "C")
-_out_u8_2d = types.Array(types.uint8, 2, "C")
+_out_u8 = types.Array(types.uint8, 1, "C")
 
 
 @intrinsic
@@ -51,12 +58,49 @@ def _as_float(typing_context, bits):  # type: ignore[no-untyped-def]
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def _as_int(typing_context, number):  # type: ignore[no-untyped-def]
+    """int32 with the bits of a float32."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), codegen
+
+
+@_jit
+def _predict(r, c, begin, out):
+    """r[row] + c[column] for the flat coordinates from ``begin`` on."""
+    columns = c.size
+    done = 0
+    row = begin // columns
+    column = begin - row * columns
+    while done < out.size:
+        n = min(columns - column, out.size - done)
+        part = out[done : done + n]
+        shift = r[row]
+        own = c[column : column + n]
+        for j in range(n):
+            part[j] = shift + own[j]
+        done += n
+        row += 1
+        column = 0
+
+
 @_jit
 def _levels(bits, octave, out):
     for j in range(bits.size):
         f = _as_float(_I((bits[j] & _I(0x7FFFFF)) | _I(0x3F800000))) - _F(1)
         p = f * ((((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _C0)
         out[j] = _F((bits[j] >> _I(23)) - _I(127)) * octave + np.rint(p * octave)
+
+
+@_jit
+def _count_negative(bits):
+    total = 0
+    for j in range(bits.size):
+        total += -(bits[j] >> _I(31))
+    return total
 
 
 @_jit
@@ -68,9 +112,10 @@ def _codes(m, v, bits, delta_reciprocal, out):
 
 
 @_jit
-def _symbols_v(level, code, c, v, r, v_min, v_max, code_max, level_min, out):
+def _symbols_v(level, code, prediction, v, v_min, v_max, code_max, level_min, low_v, high_v, low_q, high_q, out):
+    """Symbol 0 or 1 where reserved, -1 where the coordinate would need a second plane that is not there."""
     for j in range(level.size):
-        residual = level[j] - (r + c[j])
+        residual = level[j] - prediction[j]
         coded = (
             (v[j] >= v_min)
             & (v[j] <= v_max)
@@ -78,71 +123,190 @@ def _symbols_v(level, code, c, v, r, v_min, v_max, code_max, level_min, out):
             & (abs(residual) <= _RESIDUAL_MAX)
             & (level[j] >= level_min)
         )
+        fits = (residual >= low_v) & (residual <= high_v) & (code[j] >= low_q) & (code[j] <= high_q)
         reserved = _F(0) if code[j] == _ZERO_MARK else _F(1)
-        out[j] = _I(residual + _CENTRE if coded else reserved)
+        symbol = residual + _CENTRE if fits else _F(-1)
+        out[j] = _I(symbol if coded else reserved)
 
 
 @_jit
-def _symbols_q(code, symbol_v, out):
-    for j in range(code.size):
-        out[j] = _I(code[j] + _CENTRE if symbol_v[j] > 1 else _CENTRE)
+def _write_v(symbol, low):
+    for j in range(symbol.size):
+        low[j] = np.uint8(symbol[j] if symbol[j] >= 0 else _I(1))
 
 
 @_jit
-def _split(symbol, low, high):
+def _write_q(symbol_v, code, low):
+    for j in range(symbol_v.size):
+        low[j] = np.uint8(_I(code[j] + _CENTRE if symbol_v[j] > 1 else _CENTRE))
+
+
+@_jit
+def _write_high_v(symbol, high):
     for j in range(symbol.size):
-        low[j] = np.uint8(symbol[j])
-        high[j] = np.uint8(symbol[j] >> _I(8))
-    wide = 0
-    for j in range(symbol.size):
-        wide += 0 if ((symbol[j] >= 0x8002) & (symbol[j] <= 0x80FF)) | (symbol[j] <= 1) else 1
-    return wide
+        high[j] = np.uint8((symbol[j] if symbol[j] >= 0 else _I(1)) >> _I(8))
+
+
+@_jit
+def _write_high_q(symbol_v, code, high):
+    for j in range(symbol_v.size):
+        high[j] = np.uint8(_I(code[j] + _CENTRE if symbol_v[j] > 1 else _CENTRE) >> _I(8))
 
 
 @_entry(
-    types.UniTuple(_i64, 2),
-    _in_f32_2d, _in_f32_2d, _in_i32_2d, _in_f32, _in_f32, *(_f32,) * 6, *(_out_u8_2d,) * 4,
+    _i64,
+    _in_f32, _in_f32, _in_i32, _in_f32, _in_f32, *(_f32,) * 6, _out_u8, _out_u8, _bool, _out_u8, _out_u8, _bool,
 )  # fmt: skip
-def encode(m, v, bits, r, c, octave, level_min, delta_reciprocal, code_max, v_min, v_max, low_v, high_v, low_q, high_q):
-    """Write the four planes (uint8, 2-D); return (wide v symbols, wide q symbols)."""
-    rows, columns = m.shape
+def encode(
+    m, v, bits, r, c, octave, level_min, delta_reciprocal, code_max, v_min, v_max,
+    low_v, high_v, two_v, low_q, high_q, two_q,
+):  # fmt: skip
+    """Write the planes asked for; return how many coordinates escaped for want of a second plane."""
     code_max = min(code_max, _RESIDUAL_MAX)
+    least_v = -_RESIDUAL_MAX if two_v else _LEAST_ONE
+    most_v = _RESIDUAL_MAX if two_v else _MOST_ONE
+    least_q = -_RESIDUAL_MAX if two_q else _LEAST_ONE
+    most_q = _RESIDUAL_MAX if two_q else _MOST_ONE
+    prediction = np.empty(_SEGMENT, np.float32)
     level = np.empty(_SEGMENT, np.float32)
     code = np.empty(_SEGMENT, np.float32)
-    sv = np.empty(_SEGMENT, np.int32)
-    sq = np.empty(_SEGMENT, np.int32)
-    wide_v = 0
-    wide_q = 0
-    for i in range(rows):
-        for a in range(0, columns, _SEGMENT):
-            z = min(a + _SEGMENT, columns)
-            n = z - a
-            _levels(bits[i, a:z], octave, level[:n])
-            _codes(m[i, a:z], v[i, a:z], bits[i, a:z], delta_reciprocal, code[:n])
-            _symbols_v(level[:n], code[:n], c[a:z], v[i, a:z], r[i], v_min, v_max, code_max, level_min, sv[:n])
-            _symbols_q(code[:n], sv[:n], sq[:n])
-            wide_v += _split(sv[:n], low_v[i, a:z], high_v[i, a:z])
-            wide_q += _split(sq[:n], low_q[i, a:z], high_q[i, a:z])
-    return wide_v, wide_q
+    symbol = np.empty(_SEGMENT, np.int32)
+    wide = 0
+    for a in range(0, m.size, _SEGMENT):
+        z = min(a + _SEGMENT, m.size)
+        n = z - a
+        _predict(r, c, a, prediction[:n])
+        _levels(bits[a:z], octave, level[:n])
+        _codes(m[a:z], v[a:z], bits[a:z], delta_reciprocal, code[:n])
+        _symbols_v(
+            level[:n], code[:n], prediction[:n], v[a:z], v_min, v_max, code_max, level_min,
+            least_v, most_v, least_q, most_q, symbol[:n],
+        )  # fmt: skip
+        wide += _count_negative(symbol[:n])
+        _write_v(symbol[:n], low_v[a:z])
+        _write_q(symbol[:n], code[:n], low_q[a:z])
+        if two_v:
+            _write_high_v(symbol[:n], high_v[a:z])
+        if two_q:
+            _write_high_q(symbol[:n], code[:n], high_q[a:z])
+    return wide
 
 
 @_jit
-def _join(low, high, two_planes, reserved_max, out):
-    if two_planes:
-        for j in range(low.size):
-            out[j] = _I(low[j]) | (_I(high[j]) << _I(8))
+def _residual_one(low, out):
+    for j in range(low.size):
+        out[j] = _F(low[j]) - _F(128)
+
+
+@_jit
+def _residual_two(low, high, out):
+    for j in range(low.size):
+        out[j] = _F(low[j]) + _F(256) * _F(high[j]) - _CENTRE
+
+
+@_jit
+def _place(
+    residual, code, prediction, escape, octave, octave_reciprocal, level_min, level_max, code_max, fraction, exponent
+):
+    """Fraction j/S and exponent field of each level. Together they give +0 for reserved symbols (residual <= escape), and a sign
+    bit for codes out of range."""
+    for j in range(residual.size):
+        x = prediction[j] + residual[j]
+        good = (x >= level_min) & (x <= level_max) & (abs(code[j]) <= code_max)
+        reserved = residual[j] <= escape
+        x = x if good & (residual[j] > escape) else _F(0)
+        e = np.floor((x + _F(0.5)) * octave_reciprocal)
+        fraction[j] = (x - e * octave) * octave_reciprocal
+        field = _I(_I(e) << _I(23)) if good else _SIGN
+        exponent[j] = -_ONE_BITS if reserved else field
+
+
+@_jit
+def _second_moments(fraction, exponent, out):
+    for j in range(fraction.size):
+        t = fraction[j]
+        x = ((((_D4 * t + _D3) * t + _D2) * t + _D1) * t + _D0) * t + _F(1)
+        out[j] = _I(_as_int(x) + exponent[j])
+
+
+@_jit
+def _first_moments(code, v, delta, root, out):
+    for j in range(code.size):
+        root[j] = np.sqrt(v[j])
+        out[j] = (code[j] * delta) * root[j]
+
+
+@_jit
+def _count_equal(residual, escape):
+    total = 0
+    for j in range(residual.size):
+        total += 1 if residual[j] == escape else 0
+    return total
+
+
+@_jit
+def _decode_segment(
+    low_v, high_v, two_v, low_q, high_q, two_q, prediction,
+    octave, octave_reciprocal, level_min, level_max, delta, code_max, residual, code, root, fraction, exponent,
+    m, v, bits,
+):  # fmt: skip
+    """Returns (codes out of range, escapes); leaves sqrt(v^) in ``root`` and the v residuals in ``residual``."""
+    if two_v:
+        _residual_two(low_v, high_v, residual)
     else:
-        for j in range(low.size):
-            out[j] = _I(low[j]) if _I(low[j]) <= reserved_max else _I(low[j]) | _I(0x8000)
+        _residual_one(low_v, residual)
+    if two_q:
+        _residual_two(low_q, high_q, code)
+    else:
+        _residual_one(low_q, code)
+    escape = _ESCAPE_TWO if two_v else _ESCAPE_ONE
+    _place(
+        residual,
+        code,
+        prediction,
+        escape,
+        octave,
+        octave_reciprocal,
+        level_min,
+        level_max,
+        code_max,
+        fraction,
+        exponent,
+    )
+    _second_moments(fraction, exponent, bits)
+    _first_moments(code, v, delta, root, m)
+    return _count_negative(bits), _count_equal(residual, escape)
 
 
-@_jit
-def _in_range(sv, sq, c, r, level_min, level_max, code_max, level, flag):
-    for j in range(sv.size):
-        x = (r + c[j]) + (_F(sv[j]) - _CENTRE)
-        good = (x >= level_min) & (x <= level_max) & (abs(_F(sq[j]) - _CENTRE) <= code_max)
-        flag[j] = _I(0) if (good | (sv[j] <= 1)) else _I(1)
-        level[j] = x if (good & (sv[j] > 1)) else _F(0)
+_DECODER = (_in_u8, _in_u8, _bool, _in_u8, _in_u8, _bool, _in_f32, _in_f32, *(_f32,) * 6)
+
+
+@_entry(types.UniTuple(_i64, 2), *_DECODER, _out_f32, _out_f32, _out_i32)
+def decode(
+    low_v, high_v, two_v, low_q, high_q, two_q, r, c,
+    octave, octave_reciprocal, level_min, level_max, delta, code_max, m, v, bits,
+):  # fmt: skip
+    """Write m^ and v^ (``bits`` is the int32 view of v); return (codes out of range, escapes)."""
+    prediction = np.empty(_SEGMENT, np.float32)
+    residual = np.empty(_SEGMENT, np.float32)
+    code = np.empty(_SEGMENT, np.float32)
+    root = np.empty(_SEGMENT, np.float32)
+    fraction = np.empty(_SEGMENT, np.float32)
+    exponent = np.empty(_SEGMENT, np.int32)
+    bad = 0
+    escapes = 0
+    for a in range(0, m.size, _SEGMENT):
+        z = min(a + _SEGMENT, m.size)
+        n = z - a
+        _predict(r, c, a, prediction[:n])
+        found = _decode_segment(
+            low_v[a:z], high_v[a:z], two_v, low_q[a:z], high_q[a:z], two_q, prediction[:n],
+            octave, octave_reciprocal, level_min, level_max, delta, code_max,
+            residual[:n], code[:n], root[:n], fraction[:n], exponent[:n], m[a:z], v[a:z], bits[a:z],
+        )  # fmt: skip
+        bad += found[0]
+        escapes += found[1]
+    return bad, escapes
 
 
 @_jit
@@ -154,76 +318,10 @@ def _total(flag):
 
 
 @_jit
-def _octave_and_step(level, octave, octave_reciprocal, exponent_bits, step):
-    for j in range(level.size):
-        e = np.floor(level[j] * octave_reciprocal)
-        x = level[j] - e * octave
-        under = _F(1) if x < _F(0) else _F(0)
-        e = e - under
-        x = x + under * octave
-        over = _F(1) if x >= octave else _F(0)
-        e = e + over
-        x = x - over * octave
-        step[j] = _I(x)
-        exponent_bits[j] = _I((_I(e) + _I(127)) << _I(23))
-
-
-@_jit
-def _second_moments(exponent_bits, step, table, out):
-    for j in range(step.size):
-        out[j] = exponent_bits[j] | table[step[j]]
-
-
-@_jit
-def _clear_reserved(sv, out):
-    for j in range(sv.size):
-        out[j] = out[j] if sv[j] > 1 else _I(0)
-
-
-@_jit
-def _first_moments(sq, v, delta, out):
-    for j in range(sq.size):
-        out[j] = ((_F(sq[j]) - _CENTRE) * delta) * np.sqrt(v[j])
-
-
-@_entry(
-    _i64,
-    _in_u8_2d, _in_u8_2d, _bool, _in_u8_2d, _in_u8_2d, _bool, _in_f32, _in_f32,
-    *(_f32,) * 6, _in_i32, _out_f32_2d, _out_f32_2d, _out_i32_2d,
-)  # fmt: skip
-def decode(
-    low_v, high_v, two_v, low_q, high_q, two_q, r, c,
-    octave, octave_reciprocal, level_min, level_max, delta, code_max, table, m, v, bits,
-):  # fmt: skip
-    """Write m^ and v^ (``bits`` is the int32 view of v); return the number of codes out of range."""
-    rows, columns = m.shape
-    level = np.empty(_SEGMENT, np.float32)
-    exponent_bits = np.empty(_SEGMENT, np.int32)
-    step = np.empty(_SEGMENT, np.int32)
-    sv = np.empty(_SEGMENT, np.int32)
-    sq = np.empty(_SEGMENT, np.int32)
-    bad = 0
-    for i in range(rows):
-        for a in range(0, columns, _SEGMENT):
-            z = min(a + _SEGMENT, columns)
-            n = z - a
-            _join(low_v[i, a:z], high_v[i, a:z], two_v, _I(1), sv[:n])
-            _join(low_q[i, a:z], high_q[i, a:z], two_q, _I(-1), sq[:n])
-            _in_range(sv[:n], sq[:n], c[a:z], r[i], level_min, level_max, code_max, level[:n], step[:n])
-            bad += _total(step[:n])
-            _octave_and_step(level[:n], octave, octave_reciprocal, exponent_bits[:n], step[:n])
-            _second_moments(exponent_bits[:n], step[:n], table, bits[i, a:z])
-            _clear_reserved(sv[:n], bits[i, a:z])
-            _first_moments(sq[:n], v[i, a:z], delta, m[i, a:z])
-    return bad
-
-
-@_jit
-def _outside(m, v, m_hat, v_hat, ratio_min, ratio_max, deviation_max, flag):
+def _outside(m, v, m_hat, v_hat, root, ratio_min, ratio_max, deviation_max, flag):
     for j in range(m.size):
-        ratio = v[j] / v_hat[j]
-        deviation = abs(m[j] / np.sqrt(v[j]) - m_hat[j] / np.sqrt(v_hat[j]))
-        inside = (ratio >= ratio_min) & (ratio <= ratio_max) & (deviation <= deviation_max)
+        deviation = abs(m[j] / np.sqrt(v[j]) - m_hat[j] / root[j])
+        inside = (v[j] >= v_hat[j] * ratio_min) & (v[j] <= v_hat[j] * ratio_max) & (deviation <= deviation_max)
         flag[j] = _I(0) if inside else _I(1)
 
 
@@ -235,25 +333,62 @@ def _pardon_exact(m, v, m_hat, v_hat, flag):
         flag[j] = _I(0) if same | zero else flag[j]
 
 
-@_entry(_i64, *(_in_f32,) * 4, *(_in_i32,) * 4, _f32, _f32, _f32)
-def check(m, v, m_hat, v_hat, m_bits, v_bits, m_hat_bits, v_hat_bits, ratio_min, ratio_max, deviation_max):
-    """1-D arrays and their int32 views; return the number of coordinates outside their cell and not exact."""
+@_jit
+def _restore_escapes(residual, escape, m, v, m_hat, v_hat):
+    for j in range(residual.size):
+        if residual[j] == escape:
+            m_hat[j] = m[j]
+            v_hat[j] = v[j]
+
+
+@_entry(
+    types.UniTuple(_i64, 2), *_DECODER, _i64,
+    _in_f32, _in_f32, _in_i32, _in_i32, _f32, _f32, _f32, _out_f32, _out_f32, _out_i32, _out_i32,
+)  # fmt: skip
+def decode_and_check(
+    low_v, high_v, two_v, low_q, high_q, two_q, r, c,
+    octave, octave_reciprocal, level_min, level_max, delta, code_max, begin,
+    m, v, m_bits, v_bits, ratio_min, ratio_max, deviation_max, m_hat, v_hat, m_hat_bits, v_hat_bits,
+):  # fmt: skip
+    """Decode the coordinates from ``begin`` on (all arrays but r, c are of that part), escapes put back from m, v.
+
+    Returns (coordinates that are wrong, escapes). Wrong: outside the cell and not exact. One pass, so that a segment is
+    checked while it is in the cache; the decoder is the readers' own.
+    """
+    prediction = np.empty(_SEGMENT, np.float32)
+    residual = np.empty(_SEGMENT, np.float32)
+    code = np.empty(_SEGMENT, np.float32)
+    root = np.empty(_SEGMENT, np.float32)
+    fraction = np.empty(_SEGMENT, np.float32)
     flag = np.empty(_SEGMENT, np.int32)
-    bad = 0
+    wrong = 0
+    escapes = 0
     for a in range(0, m.size, _SEGMENT):
         z = min(a + _SEGMENT, m.size)
-        f = flag[: z - a]
-        _outside(m[a:z], v[a:z], m_hat[a:z], v_hat[a:z], ratio_min, ratio_max, deviation_max, f)
-        if _total(f) > 0:
-            _pardon_exact(m_bits[a:z], v_bits[a:z], m_hat_bits[a:z], v_hat_bits[a:z], f)
-            bad += _total(f)
-    return bad
+        n = z - a
+        _predict(r, c, begin + a, prediction[:n])
+        found = _decode_segment(
+            low_v[a:z], high_v[a:z], two_v, low_q[a:z], high_q[a:z], two_q, prediction[:n],
+            octave, octave_reciprocal, level_min, level_max, delta, code_max,
+            residual[:n], code[:n], root[:n], fraction[:n], flag[:n], m_hat[a:z], v_hat[a:z], v_hat_bits[a:z],
+        )  # fmt: skip
+        escapes += found[1]
+        if found[1] > 0:
+            _restore_escapes(
+                residual[:n], _ESCAPE_TWO if two_v else _ESCAPE_ONE, m[a:z], v[a:z], m_hat[a:z], v_hat[a:z]
+            )
+        _outside(m[a:z], v[a:z], m_hat[a:z], v_hat[a:z], root[:n], ratio_min, ratio_max, deviation_max, flag[:n])
+        if _total(flag[:n]) > 0:
+            _pardon_exact(m_bits[a:z], v_bits[a:z], m_hat_bits[a:z], v_hat_bits[a:z], flag[:n])
+            wrong += _total(flag[:n])
+    return wrong, escapes
 
 
 @_jit
-def _valid_levels(level, v, v_min, v_max, out, valid):
+def _valid_levels(level, bits, least, most, out, valid):
+    # Bits of positive floats are ordered like the floats; those of NaN lie above, of negative ones below.
     for j in range(level.size):
-        good = (v[j] >= v_min) & (v[j] <= v_max)
+        good = (bits[j] >= least) & (bits[j] <= most)
         out[j] = _I(level[j] if good else _F(0))
         valid[j] = _I(1) if good else _I(0)
 
@@ -266,18 +401,52 @@ def _accumulate(level, valid, mean, sums, counts):
         counts[j] += valid[j]
 
 
-@_entry(types.void, _in_f32_2d, _in_i32_2d, _f32, _f32, _f32, _out_i64, _out_i64, _out_i64)
-def fit(v, bits, octave, v_min, v_max, r, sums, counts):
-    """Write r int64 (rows,) and add to sums, counts int64 (columns,)."""
-    rows, columns = v.shape
+@_jit
+def _gather_runs(bits, begins, ends, out):
+    done = 0
+    for k in range(begins.size):
+        for j in range(begins[k], ends[k]):
+            out[done] = bits[j]
+            done += 1
+
+
+@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _f32, types.int32, types.int32, _out_i64)
+def row_means(bits, begins, ends, octave, least, most, r):
+    """Write r int64 (rows,): rounded mean level over the column runs [begins[k], ends[k]), at most a segment in all."""
+    rows = bits.shape[0]
+    width = 0
+    for k in range(begins.size):
+        width += ends[k] - begins[k]
+    together = max(1, _SEGMENT // width)
+    own = np.empty(_SEGMENT, np.int32)
     level = np.empty(_SEGMENT, np.float32)
-    row = np.empty(columns, np.int32)
-    valid = np.empty(columns, np.int32)
-    for i in range(rows):
+    whole = np.empty(_SEGMENT, np.int32)
+    valid = np.empty(_SEGMENT, np.int32)
+    for first in range(0, rows, together):
+        some = min(together, rows - first)
+        for i in range(some):
+            _gather_runs(bits[first + i], begins, ends, own[i * width : (i + 1) * width])
+        n = some * width
+        _levels(own[:n], octave, level[:n])
+        _valid_levels(level[:n], own[:n], least, most, whole[:n], valid[:n])
+        for i in range(some):
+            count = _total(valid[i * width : (i + 1) * width])
+            levels = _total(whole[i * width : (i + 1) * width])
+            r[first + i] = (2 * levels + count) // (2 * count) if count > 0 else 0
+
+
+@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _f32, types.int32, types.int32, _out_i64, _out_i64)
+def column_sums(bits, rows, r, octave, least, most, sums, counts):
+    """Add L - r of the given rows to sums, counts int64 (columns,)."""
+    columns = bits.shape[1]
+    level = np.empty(_SEGMENT, np.float32)
+    whole = np.empty(_SEGMENT, np.int32)
+    valid = np.empty(_SEGMENT, np.int32)
+    for k in range(rows.size):
+        i = rows[k]
         for a in range(0, columns, _SEGMENT):
             z = min(a + _SEGMENT, columns)
-            _levels(bits[i, a:z], octave, level[: z - a])
-            _valid_levels(level[: z - a], v[i, a:z], v_min, v_max, row[a:z], valid[a:z])
-        count = _total(valid)
-        r[i] = (2 * _total(row) + count) // (2 * count) if count > 0 else 0
-        _accumulate(row, valid, r[i], sums, counts)
+            n = z - a
+            _levels(bits[i, a:z], octave, level[:n])
+            _valid_levels(level[:n], bits[i, a:z], least, most, whole[:n], valid[:n])
+            _accumulate(whole[:n], valid[:n], r[i], sums[a:z], counts[a:z])

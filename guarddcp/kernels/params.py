@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from guarddcp.numerics.lattice import level_range, mantissas
+from guarddcp.numerics.lattice import level_range
 
 __all__ = [
-    "CENTRE", "ESCAPE", "LOG2_POLYNOMIAL", "RESIDUAL_MAX", "ZERO",
+    "CENTRE", "ESCAPE", "ONE_PLANE", "RESIDUAL_MAX", "ZERO",
     "CoderParams", "coder_params",
 ]  # fmt: skip
 
@@ -27,15 +27,8 @@ CENTRE = 0x8080
 RESIDUAL_MAX = 32639
 """Largest |residual| that a two-plane symbol holds without meeting the reserved ones: 0x8080 +- 32639."""
 
-LOG2_POLYNOMIAL = tuple(
-    np.float32(c)
-    for c in (
-        1.442667841911316, -0.7205854654312134, 0.4735534191131592, -0.32590198516845703,
-        0.19429431855678558, -0.07955773174762726, 0.015529917553067207,
-    )
-)  # fmt: skip
-"""log2(1 + f) = f * (c0 + c1 f + ... + c6 f^6) on [0, 1): minimax, within 4.4e-7 in float32 Horner form over all
-2^23 mantissas (an exhaustive test measures it), inside the margin that `certificate.cell.H_MARGIN` allows."""
+ONE_PLANE = (-126, 127)
+"""Residuals that one plane holds: bytes 2 to 255, 0 and 1 being reserved."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +44,11 @@ class CoderParams:
     code_max: np.float32
     v_min: np.float32
     v_max: np.float32
+    v_min_bits: np.int32
+    v_max_bits: np.int32
     ratio_min: np.float32
     ratio_max: np.float32
     deviation_max: np.float32
-    table: np.ndarray  # float32 (S,), mantissas
-    table_bits: np.ndarray  # int32 (S,), their 23 fraction bits
 
 
 @lru_cache(maxsize=256)
@@ -66,12 +59,11 @@ def coder_params(
 
     ``level_max`` is inclusive. ``code_max`` keeps |q^| <= Q after the three roundings of a decode (4u). ``ratio_*`` and
     ``deviation_max`` are the bounds h and w of the certificate, drawn in by the float32 errors of the check itself:
-    2u of v/v^, and 5u (Q + w) of the two quotients and their difference.
+    2u of v^ 2^-h, and 5u (Q + w) of the two quotients and their difference.
     """
     u = 2.0**-24
     lowest, end = level_range(levels_per_octave)
     f32 = np.float32
-    table = mantissas(levels_per_octave)
     return CoderParams(
         levels_per_octave=f32(levels_per_octave),
         levels_reciprocal=f32(1.0) / f32(levels_per_octave),
@@ -82,9 +74,9 @@ def coder_params(
         code_max=f32(min(np.floor(q_max * (1 - 4 * u) / delta), 2.0**22)),
         v_min=f32(v_min),
         v_max=f32(v_max),
+        v_min_bits=f32(v_min).view(np.int32),
+        v_max_bits=f32(v_max).view(np.int32),
         ratio_min=np.nextafter(f32(2.0**-h * (1 + 2 * u)), f32(2.0)),
         ratio_max=np.nextafter(f32(2.0**h * (1 - 2 * u)), f32(0.0)),
         deviation_max=np.nextafter(f32(w - 5 * u * (q_max + w)), f32(0.0)),
-        table=table,
-        table_bits=table.view(np.int32) & 0x7FFFFF,
     )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from guarddcp.kernels.params import CENTRE, ESCAPE, LOG2_POLYNOMIAL, RESIDUAL_MAX, ZERO, CoderParams
+from guarddcp.kernels.params import CENTRE, ESCAPE, ONE_PLANE, RESIDUAL_MAX, ZERO, CoderParams
+from guarddcp.numerics.lattice import EXP2_POLYNOMIAL, LOG2_POLYNOMIAL
 
-__all__ = ["check", "decode", "encode", "fit", "join_planes", "split_planes"]
+__all__ = ["column_sums", "count_wrong", "decode", "encode", "join_planes", "row_means"]
 
 _F = np.float32
 
@@ -29,19 +30,26 @@ def levels(v: np.ndarray, params: CoderParams) -> np.ndarray:
     return exponent * params.levels_per_octave + np.rint(p * params.levels_per_octave)
 
 
-def fit(v: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row means of the levels, and what they leave in each column.
-
-    Returns r int64 (rows,), rounded means over the valid coordinates (v in [v_min, v_max]; 0 without any), then sums int64
-    (columns,) of L - r and counts int64 (columns,) over them. Integer sums: blocks may be added in any order.
-    """
+def _valid_levels(v: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
+    """Levels int64 with 0 where v is outside [v_min, v_max], and where it is inside."""
     with np.errstate(invalid="ignore"):
         valid = (v >= params.v_min) & (v <= params.v_max)
-        level = np.where(valid, levels(v, params), _F(0)).astype(np.int64)
-    count = valid.sum(axis=1, dtype=np.int64)
-    r = rounded_mean(level.sum(axis=1), count)
-    left = np.where(valid, level - r[:, None], 0)
-    return r, left.sum(axis=0), valid.sum(axis=0, dtype=np.int64)
+        return np.where(valid, levels(v, params), _F(0)).astype(np.int64), valid
+
+
+def row_means(v: np.ndarray, runs: list[tuple[int, int]], params: CoderParams) -> np.ndarray:
+    """r int64 (rows,): rounded mean of the valid levels in the column runs [begin, end); 0 where there are none."""
+    level, valid = _valid_levels(np.concatenate([v[:, begin:end] for begin, end in runs], axis=1), params)
+    return rounded_mean(level.sum(axis=1), valid.sum(axis=1, dtype=np.int64))
+
+
+def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts, int64 (columns,), of L - r over the valid coordinates of the given rows (int64 indexes).
+
+    Integer sums: blocks may be added in any order.
+    """
+    level, valid = _valid_levels(v[rows], params)
+    return np.where(valid, level - r[rows][:, None], 0).sum(axis=0), valid.sum(axis=0, dtype=np.int64)
 
 
 def rounded_mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -51,18 +59,18 @@ def rounded_mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def encode(
-    m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams
-) -> tuple[np.ndarray, np.ndarray]:
-    """Symbols uint16 (rows, columns) of v and of q = m/sqrt(v).
+    m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams, two_v: bool, two_q: bool
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Symbols uint16 (rows, columns) of v and of q = m/sqrt(v), and how many escaped for want of a second plane.
 
-    A coordinate is coded if v is in range, |k| <= code_max, and both residuals fit; v = +0 with m = 0 is ZERO, all else
-    ESCAPE; both carry CENTRE on the q side.
+    A coordinate is coded if v is in range, |k| <= code_max, and both residuals fit their planes; v = +0 with m = 0 is
+    ZERO, all else ESCAPE; both carry CENTRE on the q side.
     """
     with np.errstate(all="ignore"):
         level = levels(v, params)
         residual = level - (r[:, None] + c)
         code = np.rint(m / np.sqrt(v) * params.delta_reciprocal)
-        coded = (
+        codable = (
             (v >= params.v_min)
             & (v <= params.v_max)
             & (np.abs(code) <= params.code_max)
@@ -70,19 +78,17 @@ def encode(
             & (np.abs(residual) <= _F(RESIDUAL_MAX))
             & (level >= params.level_min)
         )
+        coded = codable & _fits(residual, two_v) & _fits(code, two_q)
         zero = (v.view(np.int32) == 0) & (m == 0)
         reserved = np.where(zero, ZERO, ESCAPE)
         symbols_v = np.where(coded, residual + _F(CENTRE), reserved).astype(np.int32).astype(np.uint16)
         symbols_q = np.where(coded, code + _F(CENTRE), _F(CENTRE)).astype(np.int32).astype(np.uint16)
-    return symbols_v, symbols_q
+    return symbols_v, symbols_q, int(np.count_nonzero(codable & ~coded))
 
 
-def split_planes(symbols: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
-    """Write the two byte planes; return how many symbols the low plane alone cannot tell."""
-    low[...] = symbols & 0xFF
-    high[...] = symbols >> 8
-    narrow = ((symbols >= CENTRE - 126) & (symbols <= CENTRE + 127)) | (symbols <= ESCAPE)
-    return int(symbols.size - np.count_nonzero(narrow))
+def _fits(residual: np.ndarray, two_planes: bool) -> np.ndarray:
+    least, most = (-RESIDUAL_MAX, RESIDUAL_MAX) if two_planes else ONE_PLANE
+    return (residual >= _F(least)) & (residual <= _F(most))
 
 
 def join_planes(low: np.ndarray, high: np.ndarray | None, reserved: bool) -> np.ndarray:
@@ -103,40 +109,46 @@ def decode(
     params: CoderParams,
     m: np.ndarray,
     v: np.ndarray,
-) -> int:
-    """Write m^ = (k delta) sqrt(v^) and v^ = 2^(L/S) (0 for reserved symbols); return the number of codes out of range."""
+) -> tuple[int, int]:
+    """Write m^ = (k delta) sqrt(v^) and v^ = 2^(L/S), 0 for reserved symbols.
+
+    Returns the number of codes out of range (what is written for them means nothing), and of escapes.
+    """
     level = (r[:, None] + c) + (symbols_v.astype(_F) - _F(CENTRE))
     code = symbols_q.astype(_F) - _F(CENTRE)
     reserved = symbols_v <= ESCAPE
     in_range = (level >= params.level_min) & (level <= params.level_max) & (np.abs(code) <= params.code_max)
     level = np.where(in_range & ~reserved, level, _F(0))
     exponent, step = octave_and_step(level, params)
-    bits = ((exponent.astype(np.int32) + 127) << 23) | params.table_bits[step.astype(np.int32)]
+    t = step * params.levels_reciprocal
+    fraction = np.full_like(t, EXP2_POLYNOMIAL[-1])
+    for coefficient in EXP2_POLYNOMIAL[-2::-1]:
+        fraction = fraction * t + coefficient
+    fraction = fraction * t + _F(1)
+    bits = fraction.view(np.int32) + (exponent.astype(np.int32) << 23)
     v.view(np.int32)[...] = np.where(reserved, 0, bits)
     m[...] = (code * params.delta) * np.sqrt(v)
-    return int(np.count_nonzero(~in_range & ~reserved))
+    return int(np.count_nonzero(~in_range & ~reserved)), int(np.count_nonzero(symbols_v == ESCAPE))
 
 
 def octave_and_step(level: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
-    """E and j with L = E*S + j, 0 <= j < S: floor by the reciprocal, then one correction each way."""
-    exponent = np.floor(level * params.levels_reciprocal)
-    step = level - exponent * params.levels_per_octave
-    under = (step < 0).astype(_F)
-    exponent, step = exponent - under, step + under * params.levels_per_octave
-    over = (step >= params.levels_per_octave).astype(_F)
-    return exponent + over, step - over * params.levels_per_octave
+    """E and j with L = E*S + j, 0 <= j < S.
+
+    (L + 1/2)/S is no nearer than 1/(2S) to an integer, and its float32 error is below 126 * 3u: exact for S <= 2^15.
+    """
+    exponent = np.floor((level + _F(0.5)) * params.levels_reciprocal)
+    return exponent, level - exponent * params.levels_per_octave
 
 
-def check(m: np.ndarray, v: np.ndarray, m_hat: np.ndarray, v_hat: np.ndarray, params: CoderParams) -> int:
+def count_wrong(m: np.ndarray, v: np.ndarray, m_hat: np.ndarray, v_hat: np.ndarray, params: CoderParams) -> int:
     """Number of coordinates that are neither inside their certified cell, nor both zero, nor restored bit for bit.
 
-    Inside: v/v^ in [2^-h, 2^h] and |m/sqrt(v) - m^/sqrt(v^)| <= w, with the float32 errors of this very test taken off
+    Inside: v in v^ [2^-h, 2^h] and |m/sqrt(v) - m^/sqrt(v^)| <= w, with the float32 errors of this very test taken off
     h and w beforehand (`params.coder_params`).
     """
     with np.errstate(all="ignore"):
-        ratio = v / v_hat
         deviation = np.abs(m / np.sqrt(v) - m_hat / np.sqrt(v_hat))
-        inside = (ratio >= params.ratio_min) & (ratio <= params.ratio_max) & (deviation <= params.deviation_max)
+        inside = (v >= v_hat * params.ratio_min) & (v <= v_hat * params.ratio_max) & (deviation <= params.deviation_max)
     m_bits, v_bits, m_hat_bits, v_hat_bits = (x.view(np.int32) for x in (m, v, m_hat, v_hat))
     same = (m_bits == m_hat_bits) & (v_bits == v_hat_bits)
     zero = (v_bits == 0) & (v_hat_bits == 0) & (m == 0) & (m_hat_bits == 0)

@@ -1,0 +1,528 @@
+"""The manifest: round trips, look-ups, and every rule of FORMAT.md 6 broken once."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import resource
+import struct
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import (
+    HEAD_FIELDS,
+    PAIR_PRIVATE,
+    Rank,
+    built,
+    opened,
+    pair,
+    rank_parts,
+    raw_manifest,
+    same_manifest,
+    sealed,
+    small_manifest,
+)  # fmt: skip
+
+from guarddcp.codecs.ratio import CAUSES
+from guarddcp.codecs.view import View
+from guarddcp.container.layout import compress, pack_columns
+from guarddcp.container.manifest import build, from_bytes, to_bytes
+from guarddcp.container.records import EXACT, RATIO, ShardRecord, TensorEntry, ValueEntry
+from guarddcp.container.summary import summarise
+from guarddcp.errors import FormatError, IntegrityError
+
+WHERE = "ckpt/.metadata"
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return small_manifest()
+
+
+def parse(data):
+    return from_bytes(data, where=WHERE)
+
+
+# -- round trips -------------------------------------------------------------------------------------------------------
+
+
+@given(rank_parts())
+def test_round_trip(parts):
+    manifest = built(parts)
+    data = to_bytes(manifest)
+    same_manifest(parse(data), manifest)
+    assert to_bytes(parse(data)) == data
+
+
+@given(rank_parts())
+def test_every_shard_is_found_as_its_rank_reported_it(parts):
+    """Files and packs are counted anew; all else is what the ranks said."""
+    manifest = parse(to_bytes(built(parts)))
+    files = packs = found = 0
+    for part, shards, values in parts[1]:
+        for shard in shards:
+            _, key = shard.members[-1]
+            seen = [manifest.shard(i) for i in manifest.shard_indexes(key)]
+            moved = replace(shard, file=shard.file + files if shard.pack < 0 else 0)
+            moved = replace(
+                moved, pack=shard.pack + packs if shard.pack >= 0 else -1, escapes=shard.escapes or (0,) * 7
+            )
+            assert moved in seen
+            assert (shard.offsets, shard.sizes) in manifest.chunks(key)
+            index = manifest.find(key, shard.offsets)
+            assert manifest.shard(index) == moved or 0 in shard.sizes
+            found += 1
+        for value in values:
+            assert manifest.values[value.key] == replace(value, pack=value.pack + packs)
+        files, packs = files + len(part.files), packs + len(part.packs)
+    assert found == manifest.num_shards
+    assert manifest.files == [entry for part, _, _ in parts[1] for entry in part.files]
+    assert manifest.packs == [
+        replace(p, file=p.file + sum(len(q.files) for q, _, _ in parts[1][:i]))
+        for i, (part, _, _) in enumerate(parts[1])
+        for p in part.packs
+    ]
+
+
+def test_records_lie_one_after_the_other(sample):
+    begins = sample.record_begins()
+    assert begins == {
+        (0, 0): (32, 532), (0, 1): (532, 622), (0, 2): (622, 722),
+        (1, 0): (32, 332),
+        (2, 0): (32, 432), (2, 1): (432, 532), (2, 2): (532, 632),
+    }  # fmt: skip
+    for number, entry in enumerate(sample.files):
+        assert max(end for (file, _), (_, end) in begins.items() if file == number) == entry.footer_begin
+
+
+def test_what_is_not_there_is_refused_by_name(sample):
+    assert sample.shard_indexes("nothing") == []
+    with pytest.raises(FormatError, match=r"w: no such chunk in the manifest; got offset \(1, 0\)"):
+        sample.find("w", (1, 0))
+    with pytest.raises(FormatError, match="nothing: no such chunk"):
+        sample.find("nothing", ())
+
+
+def test_a_full_chunk_hides_an_empty_one_at_its_offset():
+    rank = Rank(0)
+    shard = ShardRecord((("x", "w"),), (2,), (3,), EXACT, View((0,), 0), None, b"1234")
+    rank.add(shard, 50)
+    rank.add(replace(shard, sizes=(0,)), 8)
+    rank.add(replace(shard, offsets=(0,), sizes=(2,)), 60)
+    manifest = parse(to_bytes(build([TensorEntry("w", "int8", (5,))], [rank.part()], **HEAD_FIELDS)))
+    assert manifest.shard(manifest.find("w", (2,))).sizes == (3,)
+
+
+def test_a_checkpoint_without_anything():
+    manifest = build([], [Rank(0).part()], **HEAD_FIELDS)
+    same_manifest(parse(to_bytes(manifest)), manifest)
+    assert (manifest.num_shards, manifest.packs, manifest.values) == (0, [], {})
+
+
+def test_a_manifest_that_compresses_too_well_is_stored_raw(sample):
+    entries = [ValueEntry(f"{number:03}" + "k" * 20_000, "plain") for number in range(200)]
+    rank = Rank(0)
+    for entry in entries:
+        rank.add_value(entry.key, entry.kind, 3)
+    manifest = build(entries, [rank.part()], **HEAD_FIELDS)
+    data = to_bytes(manifest)
+    assert struct.unpack_from("<I", data, 12) == (0,)
+    assert struct.unpack_from("<I", to_bytes(sample), 12) == (1,)
+    same_manifest(parse(data), manifest)
+
+
+def test_pickle_stops_at_the_first_byte(sample):
+    with pytest.raises(pickle.UnpicklingError, match="invalid load key"):
+        pickle.loads(to_bytes(sample))
+
+
+@pytest.mark.parametrize("key", ["", "\x00", "a\ud800b", "\U0001f600", 'quote " and \\', "x" * 5000])
+def test_odd_keys(key):
+    rank = Rank(0)
+    rank.add_value(key, "plain", 9)
+    manifest = build([ValueEntry(key, "plain")], [rank.part()], **HEAD_FIELDS)
+    assert list(parse(to_bytes(manifest)).values) == [key]
+
+
+def test_thirty_tensors_on_sixty_four_ranks():
+    rng = np.random.default_rng(7)
+    ranks = [Rank(number, 1 + number % 2) for number in range(64)]
+    entries, certificate = [], small_manifest().certificates[0]
+    for number in range(30):
+        shape = tuple(rng.integers(64, 9000, rng.integers(1, 4)).tolist())
+        key = f"model.layers.{number}.weight"
+        entries += [
+            TensorEntry(key, "bfloat16", shape, True),
+            *(TensorEntry(k, "float32", shape) for _, k in pair(key)),
+        ]
+        edges = np.sort(rng.integers(0, shape[0], 63)).tolist()
+        for rank, begin, end in zip(ranks, [0, *edges], [*edges, shape[0]], strict=True):
+            box = (begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:])
+            view = View(tuple(range(len(shape))), min(1, len(shape)))
+            escapes = tuple(rng.integers(0, 2, 7).tolist()) if math.prod(box[1]) > 6 else ()
+            moments = ShardRecord(pair(key), *box, RATIO, view, certificate, PAIR_PRIVATE, escapes=escapes)
+            rank.add(moments, int(rng.integers(100, 1 << 22)), rank.rank % 2)
+            exact = ShardRecord((("x", key),), *box, EXACT, view, None, b"\0\0\1\0")
+            rank.add(exact, int(rng.integers(8, 1 << 22)))
+    manifest = build(entries, [rank.part() for rank in ranks], **HEAD_FIELDS)
+    data = to_bytes(manifest)
+    assert len(data) < 16 * manifest.num_shards
+    read = parse(data)
+    assert read.num_shards == 30 * 64 * 2
+    for index in rng.integers(0, read.num_shards, 300).tolist():
+        shard = read.shard(index)
+        assert shard == manifest.shard(index)
+        for _, key in shard.members:
+            assert index in read.shard_indexes(key)
+            assert read.find(key, shard.offsets) == index or shard.coordinates == 0
+
+
+# -- the header --------------------------------------------------------------------------------------------------------
+
+
+def test_truncations_anywhere_are_refused(sample):
+    data = to_bytes(sample)
+    for end in range(len(data)):
+        with pytest.raises((FormatError, IntegrityError), match=r"ckpt/\.metadata: manifest is cut off"):
+            parse(data[:end])
+    with pytest.raises(IntegrityError, match="cut off or too long; expected"):
+        parse(data + b"\0")
+
+
+def test_flipped_bits_anywhere_are_refused(sample):
+    data = bytearray(to_bytes(sample))
+    for bit in [*range(40 * 8), *range(40 * 8, len(data) * 8, 5)]:
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((FormatError, IntegrityError), match=r"^ckpt/\.metadata: "):
+            parse(bytes(data))
+        data[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize(("at", "new", "error", "message"), [
+    (0, b"\x80\x02}q\x00X\x00\x00", FormatError, "not a guarddcp manifest; .*FileSystemReader"),
+    (8, b"\x02\0\0\0", FormatError, "unknown manifest version or coder; .* got version 2, coder 1. A newer guarddcp"),
+    (12, b"\x02\0\0\0", FormatError, "unknown manifest version or coder; .* got version 1, coder 2"),
+    (12, b"\0\0\0\0", FormatError, "implausible manifest size"),
+    (16, b"\xff" * 8, IntegrityError, "manifest is cut off or too long; expected 18446744073709551615"),
+    (24, b"\xff" * 8, FormatError, "implausible manifest size; got 18446744073709551615 bytes from"),
+    (24, b"\xff\xff\x0f\0\0\0\0\0", IntegrityError, "zstd frame of another size; expected 1048575"),
+    (32, b"\0" * 8, IntegrityError, "manifest checksum; expected 0000000000000000; got"),
+])  # fmt: skip
+def test_headers(sample, at, new, error, message):
+    data = to_bytes(sample)
+    with pytest.raises(error, match=message):
+        parse(data[:at] + new + data[at + len(new) :])
+
+
+@pytest.mark.parametrize(("raw", "message"), [
+    (b"", "manifest head is cut off"), (b"1234567", "manifest head is cut off"),
+    (struct.pack("<Q", 1) + b"", "manifest head is cut off"), (b"\xff" * 8 + b"{}", "manifest head is cut off"),
+    (struct.pack("<Q", 2) + b"{}", "unknown or missing keys in the head"),
+    (struct.pack("<Q", 2) + b"[]", "head is no object"),
+    (struct.pack("<Q", 2) + b"{]", "head is no JSON"),
+    (struct.pack("<Q", 2) + b"\xff\xff", "head is no JSON"),
+    (struct.pack("<Q", 12) + b'{"a":1,"a":2', "head is no JSON"),
+    (struct.pack("<Q", 13) + b'{"a":1,"a":2}', r"head is no JSON \(a key occurs twice\)"),
+    (struct.pack("<Q", 5000) + b"9" * 5000, "head is no JSON"),
+    (struct.pack("<Q", 200_000) + b"[" * 200_000, "head is no JSON"),
+])  # fmt: skip
+@pytest.mark.parametrize("coder", [0, 1])
+def test_heads_that_are_none(raw, message, coder):
+    with pytest.raises(FormatError, match=message):
+        parse(sealed(raw, coder=coder))
+
+
+def test_a_zstd_bomb_is_refused_before_it_is_unpacked():
+    bomb = compress(bytes(64 << 20))
+    tracemalloc.start()
+    for raw_length in (64 << 20, 1 << 20, 1 << 62):
+        with pytest.raises((FormatError, IntegrityError), match=r"implausible manifest size|another size"):
+            parse(sealed(b"", coder=1, stored=bomb, raw_length=raw_length))
+    # The header's word for the content size is a lie: zstd itself must stop.
+    lying = bytearray(bomb)
+    assert lying[4] >> 6 == 2, "expected a content size of 4 bytes"
+    lying[5:9] = (1 << 19).to_bytes(4, "little")
+    with pytest.raises((FormatError, IntegrityError)):
+        parse(sealed(b"", coder=1, stored=bytes(lying), raw_length=1 << 19))
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+
+
+# -- one broken rule at a time -----------------------------------------------------------------------------------------
+
+
+def setting(*path, to):
+    """An edit of the head: head[path[0]][path[1]]... = to."""
+
+    def edit(head, _):
+        target = head
+        for step in path[:-1]:
+            target = target[step]
+        target[path[-1]] = to
+
+    return edit
+
+
+def column(name, index, to):
+    """An edit of one entry of a column."""
+
+    def edit(_, columns):
+        columns[name][index] = to
+
+    return edit
+
+
+def columns(**edits):
+    """Edits of whole columns; keys with __ for dots."""
+
+    def edit(_, found):
+        for name, change in edits.items():
+            found[name.replace("__", ".")] = np.asarray(change(found[name.replace("__", ".")]), np.int64)
+
+    return edit
+
+
+def dropping(name):
+    return lambda head, cols: (cols if name in cols else head).pop(name)
+
+
+def adding(name, value):
+    return lambda head, cols: (cols if isinstance(value, np.ndarray) else head).update({name: value})
+
+
+# Order of shards in `small_manifest`: 0, 1 weight (exact, packed); 2-4 pairs; 5 step; 6 empty; 7, 8 odd.
+HEAD_RULES = {
+    "format": (setting("format", to=2), "unknown format; got 2"),
+    "format true": (setting("format", to=True), "unknown format; got True"),
+    "missing key": (dropping("views"), r"unknown or missing keys in the head; got \['views'\]"),
+    "unknown key": (adding("more", 1), r"unknown or missing keys in the head; got \['more'\]"),
+    "writer": (setting("writer", to=3), "writer is no text"),
+    "created": (setting("created", to=None), "created is no text"),
+    "planner data": (setting("planner_data", to={}), "planner_data is no text"),
+    "storage meta": (setting("storage_meta", to=[]), "storage_meta is no text"),
+    "guard": (setting("guard", to=[]), "guard is no object"),
+    **{
+        f"{key} no list": (setting(key, to={}), f"{key} is no list")
+        for key in ("files", "entries", "groups", "views", "certificates", "privates", "reasons", "causes")
+    },
+    "causes": (setting("causes", 0, to="whim"), "unknown escape causes"),
+    "reasons": (setting("reasons", 0, to=7), "reasons are no texts"),
+    "file fields": (setting("files", 0, to=["a"]), "file entry"),
+    "file path": (setting("files", 0, 0, to="../" + "a" * 29 + ".gdcp"), "illegal data file name"),
+    "file case": (setting("files", 0, 0, to="A" * 32 + ".gdcp"), "illegal data file name"),
+    "file newline": (setting("files", 0, 0, to="a" * 32 + ".gdcp\n"), "illegal data file name"),
+    "file twice": (lambda h, _: h["files"][1].__setitem__(0, h["files"][0][0]), "a data file occurs twice"),
+    "nonce length": (setting("files", 0, 1, to="00"), "not hexadecimal; got '00'"),
+    "nonce digits": (setting("files", 0, 1, to="xy" * 16), "not hexadecimal"),
+    "nonce type": (setting("files", 0, 1, to=7), "not hexadecimal; got 7"),
+    "size negative": (setting("files", 0, 2, to=-1), "file entry"),
+    "size true": (setting("files", 0, 2, to=True), "file entry"),
+    "size float": (setting("files", 0, 2, to=1e3), "file entry"),
+    "size huge": (setting("files", 0, 2, to=1 << 62), "file entry"),
+    "footer": (setting("files", 0, 3, to=1 << 40), "file is smaller than its footer"),
+    "checksum": (setting("files", 0, 4, to="0" * 15), "not hexadecimal"),
+    "rank": (setting("files", 0, 5, to=-1), "file entry"),
+    "entry": (setting("entries", 0, to="t"), "entry; got 't'"),
+    "entry tag": (setting("entries", 0, 0, to="z"), "entry"),
+    "entry key": (setting("entries", 0, 1, to=1), "entry"),
+    "entry twice": (setting("entries", 6, 1, to="w"), "a key occurs twice"),
+    "kind": (setting("entries", 4, 2, to="exec"), "kind of value"),
+    "dtype": (setting("entries", 0, 2, to="float33"), "unknown dtype; got 'float33'"),
+    "dtype type": (setting("entries", 0, 2, to=[]), "unknown dtype"),
+    "shape negative": (setting("entries", 0, 3, to=[-6, 5]), "shape"),
+    "shape float": (setting("entries", 0, 3, to=[6.0, 5]), "shape"),
+    "shape huge": (setting("entries", 0, 3, to=[1 << 31, 1 << 31]), "shape"),
+    "shape axes": (setting("entries", 0, 3, to=[1] * 65), "shape"),
+    "requires grad": (setting("entries", 0, 4, to=1), "shape"),
+    "roles": (setting("groups", 1, 0, 0, to="vmax"), "roles of a group"),
+    "roles swapped": (lambda h, _: h["groups"][1].reverse(), "roles of a group"),
+    "role alone": (lambda h, _: h["groups"][1].pop(), "roles of a group"),
+    "role type": (setting("groups", 0, 0, 0, to=[]), "roles of a group"),
+    "group": (setting("groups", 0, to=3), "roles of a group"),
+    "member": (setting("groups", 0, 0, 1, to=8), "member of a group"),
+    "member type": (setting("groups", 0, 0, 1, to="w"), "member of a group"),
+    "member value": (setting("groups", 0, 0, 1, to=4), "member of a group"),
+    "member twice": (setting("groups", 1, 1, 1, to=1), "a tensor occurs twice in a group"),
+    "member shape": (setting("groups", 1, 1, 1, to=6), "members of a group differ in shape"),
+    "member dtype": (setting("entries", 1, 2, to="bfloat16"), "moments of a pair are not float32"),
+    "view": (setting("views", 0, to=[[0, 1]]), "view"),
+    "view axes": (setting("views", 0, 0, to=[0, 0]), "view"),
+    "view axis float": (setting("views", 0, 0, to=[0, 1.0]), "view"),
+    "view axis true": (setting("views", 0, 0, to=[0, True]), "view"),
+    "view axis text": (setting("views", 0, 0, to=["0", "1"]), "view"),
+    "view split": (setting("views", 0, 1, to=3), "view"),
+    "view ndim": (setting("views", 0, 0, to=[0, 1, 2]), "view of another number of axes"),
+    "certificate": (setting("certificates", 1, "delta", to="0x0p+0"), "certificate 1: .*delta"),
+    "certificate type": (setting("certificates", 0, to=3), "certificate 0: .*a certificate must be a mapping"),
+    "private": (setting("privates", 0, to="0"), "not hexadecimal"),
+}  # fmt: skip
+
+COLUMN_RULES = {
+    "missing": (dropping("record"), r"unknown or missing columns; got \['record'\]"),
+    "unknown": (adding("extra", np.zeros(1, np.int64)), r"unknown or missing columns; got \['extra'\]"),
+    "negative": (column("bytes", 0, -1), "column bytes is out of range"),
+    "huge": (column("bytes", 0, 1 << 62), "column bytes is out of range"),
+    "length": (columns(record=lambda c: c[1:]), "column record has another length; got 8"),
+    "escape length": (columns(escapes__zero_v=lambda c: c[1:]), "column escapes.zero_v has another length"),
+    "pack length": (columns(pack__raw=lambda c: [*c, 1]), "column pack.raw has another length"),
+    "value length": (columns(value__begin=lambda c: [*c, 1]), "column value.begin has another length"),
+    "group length": (columns(group__shards=lambda c: [*c, 0]), "column group.shards has another length"),
+    "group sum": (column("group.shards", 0, 3), "groups do not hold all shards"),
+    "group sum wraps": (
+        columns(group__shards=lambda _: [2**62 - 1] * 4 + [4 + 9]), "groups do not hold all shards"
+    ),
+    "boxes": (columns(offsets=lambda c: c[1:]), "boxes do not fit the shapes"),
+    "sizes": (columns(sizes=lambda c: [*c, 1]), "boxes do not fit the shapes"),
+    "view": (column("view", 2, 9), "column view points nowhere"),
+    "certificate": (column("certificate", 2, 4), "column certificate points nowhere"),
+    "private": (column("private", 2, 3), "column private points nowhere"),
+    "reason": (column("reason", 2, 2), "column reason points nowhere"),
+    "pack": (column("pack", 1, 9), "column pack points nowhere"),
+    "pack file": (column("pack.file", 0, 3), "column pack.file points nowhere"),
+    "value pack": (column("value.pack", 0, 3), "column value.pack points nowhere"),
+    "file": (column("file", 2, 3), "column file points nowhere"),
+    "codec": (column("codec", 2, 2), r"unknown codec"),
+    "codec unpacked": (column("codec", 1, EXACT), "packed shards without a pack, or the reverse"),
+    "codec packed": (column("codec", 0, 255), "packed shards without a pack, or the reverse"),
+    "ratio alone": (column("certificate", 2, 0), "ratio shards without a certificate"),
+    "certified exact": (column("certificate", 0, 1), "ratio shards without a certificate"),
+    "no view": (column("view", 0, 0), "shards without view or private part"),
+    "no private": (column("private", 2, 0), "shards without view or private part"),
+    "roles": (columns(codec=lambda c: [1, *c[1:]], certificate=lambda c: [1, *c[1:]]), "roles do not fit the codec"),
+    "outside": (column("offsets", 0, 3), "a chunk of w lies outside"),
+    "uncovered": (column("sizes", 0, 3), "chunks of w do not cover it; got 25"),
+    "covered twice": (column("sizes", 4, 6), "chunks of w.exp_avg do not cover it; got 45"),
+    "record twice": (column("record", 2, 1), "records are not numbered from 0, once each"),
+    "record gap": (column("record", 4, 7), "records are not numbered from 0, once each"),
+    "record swap file": (column("file", 3, 0), "records are not numbered from 0, once each"),
+    "bytes": (column("bytes", 2, 501), "records do not tile 0{32}.gdcp; got 691"),
+    "pack bytes": (column("pack.bytes", 0, 99), "records do not tile"),
+    "value outside": (column("value.length", 0, 2000), "a value lies outside its pack"),
+    "shard outside": (column("pack.begin", 5, 101), "a shard lies outside its pack"),
+    "packed place": (column("record", 1, 1), "packed shards with a record of their own"),
+    "packed bytes": (column("bytes", 5, 3), "packed bytes of step are not those of its chunk"),
+    "escapes": (column("escapes.zero_v", 2, 99), "more escapes than coordinates"),
+    "exact escapes": (column("escapes.zero_v", 0, 1), "more escapes than coordinates"),
+    "failed": (column("failed", 0, 1), "more failed frames than frames"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [*HEAD_RULES, *(f"column {name}" for name in COLUMN_RULES)])
+def test_a_broken_rule_is_refused_by_name(sample, rule):
+    edit, message = HEAD_RULES[rule] if rule in HEAD_RULES else COLUMN_RULES[rule.removeprefix("column ")]
+    head, cols = opened(sample)
+    parse(sealed(raw_manifest(head, cols)))
+    edit(head, cols)
+    with pytest.raises(FormatError, match=message) as caught:
+        parse(sealed(raw_manifest(head, cols)))
+    assert str(caught.value).startswith(WHERE)
+
+
+def test_columns_that_do_not_parse_are_refused(sample):
+    head, cols = opened(sample)
+    packed = pack_columns(cols)
+    for spoilt, message in (
+        (packed[:-1], "is cut off"),
+        (packed + b"\0", "cut off"),
+        (packed + packed, "repeated name"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            parse(sealed(raw_manifest(head, spoilt)))
+
+
+# -- fuzz --------------------------------------------------------------------------------------------------------------
+
+SMALL = small_manifest()
+RAW = raw_manifest(*opened(SMALL))
+edits = st.lists(st.tuples(st.integers(0, len(RAW) - 1), st.integers(0, 255)), min_size=1, max_size=4)
+interesting = st.sampled_from([0, 1, 2, 3, 5, 9, 255, 2**31, 2**53, 2**61, 2**62 - 1])
+
+
+def use(manifest):
+    """All that a reader does with a manifest that was let through."""
+    for shard in manifest.shards():
+        assert shard.coordinates >= 0
+        manifest.find(shard.members[0][1], shard.offsets)
+    manifest.record_begins()
+    summarise(
+        manifest.shards(), manifest.values.values(), manifest.packs, manifest.files,
+        tensors=manifest.tensors, guard=manifest.guard, parameter_of=str,
+    ).to_json()  # fmt: skip
+
+
+@pytest.fixture
+def little_memory():
+    """Half a GiB more than now: a hostile count fails at once instead of filling the machine."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (512 << 20), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def refused_or_used(data):
+    refusal = None
+    try:
+        use(parse(data))
+    except (FormatError, IntegrityError) as error:
+        refusal = str(error)
+    assert refusal is None or refusal.startswith(WHERE)
+
+
+@settings(max_examples=300)
+@given(edits, st.integers(0, len(RAW)))
+def test_fuzzed_bytes(edits, cut):
+    data = bytearray(RAW)
+    for at, value in edits:
+        data[at] = value
+    refused_or_used(sealed(bytes(data)))
+    refused_or_used(sealed(bytes(data[:cut])))
+
+
+def test_fuzzed_numbers(little_memory):
+    @settings(max_examples=300)
+    @given(st.data())
+    def run(data):
+        head, cols = opened(SMALL)
+        for _ in range(data.draw(st.integers(1, 3))):
+            name = data.draw(st.sampled_from(sorted(cols)))
+            if cols[name].size:
+                cols[name][data.draw(st.integers(0, cols[name].size - 1))] = data.draw(interesting)
+        refused_or_used(sealed(raw_manifest(head, cols)))
+
+    run()
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | interesting | st.floats() | st.text(max_size=3) | st.just(-1),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def test_fuzzed_heads(little_memory):
+    @settings(max_examples=300)
+    @given(st.data())
+    def run(data):
+        head, cols = opened(SMALL)
+        target, key = head, data.draw(st.sampled_from(sorted(head)))
+        while isinstance(target[key], (dict, list)) and target[key] and data.draw(st.integers(0, 3)):
+            target = target[key]
+            key = data.draw(
+                st.sampled_from(sorted(target)) if isinstance(target, dict) else st.integers(0, len(target) - 1)
+            )
+        target[key] = data.draw(junk)
+        refused_or_used(sealed(raw_manifest(json.dumps(head).encode(), cols)))
+
+    run()
+
+
+def test_causes_have_a_column_each(sample):
+    assert sample.causes == CAUSES
+    assert sample.shard(2).escapes == (0, 1, 2, 3, 0, 0, 4)
