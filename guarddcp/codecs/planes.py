@@ -31,8 +31,10 @@ PLANE_ENTRY = struct.Struct("<BI")
 
 _HEAD = struct.Struct("<BBHQQ")
 _ITEM_SIZES = (1, 2, 4, 8, 16)
-_PROBE_BYTES = 1 << 16
-"""A plane longer than four of these is judged by this many bytes from its middle before all of it is compressed."""
+_PROBE_BYTES, _PROBES = 1 << 16, 8
+"""A plane longer than four times the bytes is judged by so many, in evenly spread pieces, before it is compressed."""
+_EXPANSION_MAX = 1 << 15
+"""No zstd frame holds more bytes than this times its own: a block takes at least 4 bytes and gives at most 128 KiB."""
 _PAYS = 0.97
 """Stored over raw bytes up to which zstd is worth its time on the way back."""
 
@@ -45,8 +47,8 @@ def pack_plane(plane: np.ndarray, *, probe: bool = True) -> tuple[int, bytes | n
     flat = plane.reshape(-1)
     compressor = _compressor()
     if probe and flat.size > 4 * _PROBE_BYTES:
-        middle = flat.size // 2
-        sample = flat[middle : middle + _PROBE_BYTES]
+        pieces = flat[: flat.size // _PROBES * _PROBES].reshape(_PROBES, -1)
+        sample = pieces[:, : _PROBE_BYTES // _PROBES].copy()
         if len(compressor.compress(sample)) > _PAYS * sample.size:
             return RAW, flat
     packed = compressor.compress(flat)
@@ -92,9 +94,9 @@ def _unpack(coder: int, stored: memoryview, raw_length: int, where: str) -> np.n
     if coder != ZSTD:
         raise FormatError("unknown entropy coder", where=where, expected="0 (raw) or 1 (zstd)", got=coder)
     try:
-        if zstandard.frame_content_size(stored) != raw_length:
+        if zstandard.frame_content_size(stored) != raw_length or raw_length > _EXPANSION_MAX * len(stored):
             raise FormatError("zstd plane of another size", where=where, expected=raw_length)
-        data = _decompressor().decompress(stored, max_output_size=raw_length)
+        data = _decompressor().decompress(stored, max_output_size=raw_length, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise IntegrityError(f"damaged zstd plane ({error})", where=where) from error
     if len(data) != raw_length:

@@ -52,18 +52,20 @@ def backend() -> str:
     return name
 
 
-def row_means(v: np.ndarray, runs: list[tuple[int, int]], params: CoderParams) -> np.ndarray:
-    """Rounded mean level of each row (int64) over column runs [begin, end), at most `RUN_MAX` columns in all."""
+def row_means(v: np.ndarray, runs: list[tuple[int, int]], period: int, params: CoderParams) -> np.ndarray:
+    """Rounded mean levels int64 (rows, period) of each row and column residue, over column runs (`reference.row_means`).
+
+    The runs hold at most `RUN_MAX` columns in all.
+    """
     if backend() == "reference":
-        return reference.row_means(v, runs, params)
+        return reference.row_means(v, runs, period, params)
     from guarddcp.kernels import numba_cpu
 
-    r = np.empty(v.shape[0], np.int64)
+    r = np.empty(v.shape[0] * period, np.int64)
     begins, ends = np.array(runs, np.int64).T.copy()
-    numba_cpu.row_means(
-        v.view(np.int32), begins, ends, params.levels_per_octave, params.v_min_bits, params.v_max_bits, r
-    )
-    return r
+    limits = (params.levels_per_octave, params.v_min_bits, params.v_max_bits)
+    numba_cpu.row_means(v.view(np.int32), begins, ends, period, *limits, r)
+    return r.reshape(-1, period)
 
 
 def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
@@ -73,9 +75,8 @@ def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderPar
     from guarddcp.kernels import numba_cpu
 
     sums, counts = np.zeros((2, v.shape[1]), np.int64)
-    numba_cpu.column_sums(
-        v.view(np.int32), rows, r, params.levels_per_octave, params.v_min_bits, params.v_max_bits, sums, counts
-    )
+    limits = (params.levels_per_octave, params.v_min_bits, params.v_max_bits)
+    numba_cpu.column_sums(v.view(np.int32), rows, r.reshape(-1), r.shape[1], *limits, sums, counts)
     return sums, counts
 
 
@@ -98,7 +99,7 @@ def encode(
 
 def _encode(m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams, planes: Planes) -> int:
     if backend() == "reference":
-        symbols_v, symbols_q, wide = reference.encode(m, v, r, c, params, planes.two_v, planes.two_q)
+        symbols_v, symbols_q, wide = reference.encode(m, v, reference.predict(r, c), params, planes.two_v, planes.two_q)
         planes.low_v[...], planes.low_q[...] = symbols_v & 0xFF, symbols_q & 0xFF
         if planes.two_v:
             planes.high_v[...] = symbols_v >> 8
@@ -109,7 +110,7 @@ def _encode(m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: 
 
     return int(
         numba_cpu.encode(
-            _flat(m), _flat(v), _flat(v).view(np.int32), r, c,
+            _flat(m), _flat(v), _flat(v).view(np.int32), r.reshape(-1), c, r.shape[1],
             params.levels_per_octave, params.level_min, params.delta_reciprocal, params.code_max, params.v_min, params.v_max,
             _flat(planes.low_v), _flat(planes.high_v), planes.two_v, _flat(planes.low_q), _flat(planes.high_q), planes.two_q,
         )
@@ -121,7 +122,7 @@ def decode(
 ) -> tuple[int, int]:
     """Decode into m, v (float32, the planes' shape); reserved symbols give 0. Returns (codes out of range, escapes)."""
     if backend() == "reference":
-        return reference.decode(*_joined(planes), r, c, params, m, v)
+        return reference.decode(*_joined(planes), reference.predict(r, c), params, m, v)
     from guarddcp.kernels import numba_cpu
 
     arguments = _decoder_arguments(planes, r, c, params)
@@ -147,11 +148,9 @@ def decode_and_check(
     """
     flat = planes.flat(part)
     if backend() == "reference":
-        rows, columns = np.divmod(np.arange(part.start, part.stop), c.size)
+        prediction = reference.predict(r, c).reshape(1, -1)[:, part]
         symbols_v, symbols_q = _joined(flat)
-        bad, escapes = reference.decode(
-            symbols_v, symbols_q, np.zeros(1, np.float32), r[rows] + c[columns], params, m_hat[None], v_hat[None]
-        )
+        bad, escapes = reference.decode(symbols_v, symbols_q, prediction, params, m_hat[None], v_hat[None])
         at = symbols_v[0] == ESCAPE
         m_hat[at], v_hat[at] = m[at], v[at]
         return max(bad, reference.count_wrong(m, v, m_hat, v_hat, params)), escapes
@@ -179,7 +178,7 @@ def _joined(planes: Planes) -> tuple[np.ndarray, np.ndarray]:
 def _decoder_arguments(planes: Planes, r: np.ndarray, c: np.ndarray, params: CoderParams) -> tuple[object, ...]:
     return (
         _flat(planes.low_v), _flat(planes.high_v), planes.two_v,
-        _flat(planes.low_q), _flat(planes.high_q), planes.two_q, r, c,
+        _flat(planes.low_q), _flat(planes.high_q), planes.two_q, r.reshape(-1), c, r.shape[1],
         params.levels_per_octave, params.levels_reciprocal, params.level_min, params.level_max,
         params.delta, params.code_max,
     )  # fmt: skip

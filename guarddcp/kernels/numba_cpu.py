@@ -69,8 +69,8 @@ def _as_int(typing_context, number):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _predict(r, c, begin, out):
-    """r[row] + c[column] for the flat coordinates from ``begin`` on."""
+def _predict(r, c, period, begin, out):
+    """r[row, column mod period] + c[column] for the flat coordinates from ``begin`` on; r is flat."""
     columns = c.size
     done = 0
     row = begin // columns
@@ -78,10 +78,16 @@ def _predict(r, c, begin, out):
     while done < out.size:
         n = min(columns - column, out.size - done)
         part = out[done : done + n]
-        shift = r[row]
         own = c[column : column + n]
-        for j in range(n):
-            part[j] = shift + own[j]
+        if period == 1:
+            shift = r[row]
+            for j in range(n):
+                part[j] = shift + own[j]
+        else:
+            for k in range(period):
+                shift = r[row * period + (column + k) % period]
+                for j in range(k, n, period):
+                    part[j] = shift + own[j]
         done += n
         row += 1
         column = 0
@@ -155,10 +161,10 @@ def _write_high_q(symbol_v, code, high):
 
 @_entry(
     _i64,
-    _in_f32, _in_f32, _in_i32, _in_f32, _in_f32, *(_f32,) * 6, _out_u8, _out_u8, _bool, _out_u8, _out_u8, _bool,
+    _in_f32, _in_f32, _in_i32, _in_f32, _in_f32, _i64, *(_f32,) * 6, _out_u8, _out_u8, _bool, _out_u8, _out_u8, _bool,
 )  # fmt: skip
 def encode(
-    m, v, bits, r, c, octave, level_min, delta_reciprocal, code_max, v_min, v_max,
+    m, v, bits, r, c, period, octave, level_min, delta_reciprocal, code_max, v_min, v_max,
     low_v, high_v, two_v, low_q, high_q, two_q,
 ):  # fmt: skip
     """Write the planes asked for; return how many coordinates escaped for want of a second plane."""
@@ -175,7 +181,7 @@ def encode(
     for a in range(0, m.size, _SEGMENT):
         z = min(a + _SEGMENT, m.size)
         n = z - a
-        _predict(r, c, a, prediction[:n])
+        _predict(r, c, period, a, prediction[:n])
         _levels(bits[a:z], octave, level[:n])
         _codes(m[a:z], v[a:z], bits[a:z], delta_reciprocal, code[:n])
         _symbols_v(
@@ -278,12 +284,12 @@ def _decode_segment(
     return _count_negative(bits), _count_equal(residual, escape)
 
 
-_DECODER = (_in_u8, _in_u8, _bool, _in_u8, _in_u8, _bool, _in_f32, _in_f32, *(_f32,) * 6)
+_DECODER = (_in_u8, _in_u8, _bool, _in_u8, _in_u8, _bool, _in_f32, _in_f32, _i64, *(_f32,) * 6)
 
 
 @_entry(types.UniTuple(_i64, 2), *_DECODER, _out_f32, _out_f32, _out_i32)
 def decode(
-    low_v, high_v, two_v, low_q, high_q, two_q, r, c,
+    low_v, high_v, two_v, low_q, high_q, two_q, r, c, period,
     octave, octave_reciprocal, level_min, level_max, delta, code_max, m, v, bits,
 ):  # fmt: skip
     """Write m^ and v^ (``bits`` is the int32 view of v); return (codes out of range, escapes)."""
@@ -298,7 +304,7 @@ def decode(
     for a in range(0, m.size, _SEGMENT):
         z = min(a + _SEGMENT, m.size)
         n = z - a
-        _predict(r, c, a, prediction[:n])
+        _predict(r, c, period, a, prediction[:n])
         found = _decode_segment(
             low_v[a:z], high_v[a:z], two_v, low_q[a:z], high_q[a:z], two_q, prediction[:n],
             octave, octave_reciprocal, level_min, level_max, delta, code_max,
@@ -346,7 +352,7 @@ def _restore_escapes(residual, escape, m, v, m_hat, v_hat):
     _in_f32, _in_f32, _in_i32, _in_i32, _f32, _f32, _f32, _out_f32, _out_f32, _out_i32, _out_i32,
 )  # fmt: skip
 def decode_and_check(
-    low_v, high_v, two_v, low_q, high_q, two_q, r, c,
+    low_v, high_v, two_v, low_q, high_q, two_q, r, c, period,
     octave, octave_reciprocal, level_min, level_max, delta, code_max, begin,
     m, v, m_bits, v_bits, ratio_min, ratio_max, deviation_max, m_hat, v_hat, m_hat_bits, v_hat_bits,
 ):  # fmt: skip
@@ -366,7 +372,7 @@ def decode_and_check(
     for a in range(0, m.size, _SEGMENT):
         z = min(a + _SEGMENT, m.size)
         n = z - a
-        _predict(r, c, begin + a, prediction[:n])
+        _predict(r, c, period, begin + a, prediction[:n])
         found = _decode_segment(
             low_v[a:z], high_v[a:z], two_v, low_q[a:z], high_q[a:z], two_q, prediction[:n],
             octave, octave_reciprocal, level_min, level_max, delta, code_max,
@@ -394,9 +400,9 @@ def _valid_levels(level, bits, least, most, out, valid):
 
 
 @_jit
-def _accumulate(level, valid, mean, sums, counts):
+def _accumulate(level, valid, means, sums, counts):
     for j in range(level.size):
-        sums[j] += level[j] - valid[j] * mean
+        sums[j] += level[j] - valid[j] * means[j]
     for j in range(level.size):
         counts[j] += valid[j]
 
@@ -410,9 +416,10 @@ def _gather_runs(bits, begins, ends, out):
             done += 1
 
 
-@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _f32, types.int32, types.int32, _out_i64)
-def row_means(bits, begins, ends, octave, least, most, r):
-    """Write r int64 (rows,): rounded mean level over the column runs [begins[k], ends[k]), at most a segment in all."""
+@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _i64, _f32, types.int32, types.int32, _out_i64)
+def row_means(bits, begins, ends, period, octave, least, most, r):
+    """Write r int64 (rows * period,): rounded mean level of each row and residue of the column, over the column runs
+    [begins[k], ends[k]). Runs begin and end at multiples of the period and hold at most a segment in all."""
     rows = bits.shape[0]
     width = 0
     for k in range(begins.size):
@@ -430,23 +437,31 @@ def row_means(bits, begins, ends, octave, least, most, r):
         _levels(own[:n], octave, level[:n])
         _valid_levels(level[:n], own[:n], least, most, whole[:n], valid[:n])
         for i in range(some):
-            count = _total(valid[i * width : (i + 1) * width])
-            levels = _total(whole[i * width : (i + 1) * width])
-            r[first + i] = (2 * levels + count) // (2 * count) if count > 0 else 0
+            for k in range(period):
+                levels = 0
+                count = 0
+                for j in range(i * width + k, (i + 1) * width, period):
+                    levels += whole[j]
+                    count += valid[j]
+                mean = (2 * levels + count) // (2 * count) if count > 0 else 0
+                r[(first + i) * period + k] = mean
 
 
-@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _f32, types.int32, types.int32, _out_i64, _out_i64)
-def column_sums(bits, rows, r, octave, least, most, sums, counts):
-    """Add L - r of the given rows to sums, counts int64 (columns,)."""
+@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _i64, _f32, types.int32, types.int32, _out_i64, _out_i64)
+def column_sums(bits, rows, r, period, octave, least, most, sums, counts):
+    """Add L - r of the given rows to sums, counts int64 (columns,); r flat as `row_means` writes it."""
     columns = bits.shape[1]
     level = np.empty(_SEGMENT, np.float32)
     whole = np.empty(_SEGMENT, np.int32)
     valid = np.empty(_SEGMENT, np.int32)
+    means = np.empty(_SEGMENT, np.int64)
     for k in range(rows.size):
         i = rows[k]
         for a in range(0, columns, _SEGMENT):
             z = min(a + _SEGMENT, columns)
             n = z - a
+            for j in range(n):
+                means[j] = r[i * period + (a + j) % period]
             _levels(bits[i, a:z], octave, level[:n])
             _valid_levels(level[:n], bits[i, a:z], least, most, whole[:n], valid[:n])
-            _accumulate(whole[:n], valid[:n], r[i], sums[a:z], counts[a:z])
+            _accumulate(whole[:n], valid[:n], means[:n], sums[a:z], counts[a:z])

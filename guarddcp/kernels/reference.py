@@ -1,8 +1,8 @@
 """NumPy reference of the ratio coder: the definition that every other kernel must match byte for byte.
 
-Arrays of a block are 2-D (rows, columns), float32, C-contiguous; r (rows,) and c (columns,) are the predictor's
-integer levels as float32. Every operation is one correctly rounded float32 operation, an exact integer one, or a table
-look-up: no fused multiply-add and no library logarithm decides anything. (Codes of the m side are float32 integers
+Arrays of a block are 2-D (rows, columns), float32, C-contiguous; r (rows, period) and c (columns,) are the predictor's
+integer levels as float32. Every operation is one correctly rounded float32 operation, an exact integer one, nothing else:
+no fused multiply-add and no library logarithm decides anything. (Codes of the m side are float32 integers
 in units of delta, levels of the v side float32 integers in units of 1/S octave; see NOTES.md.)
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from guarddcp.kernels.params import CENTRE, ESCAPE, ONE_PLANE, RESIDUAL_MAX, ZERO, CoderParams
 from guarddcp.numerics.lattice import EXP2_POLYNOMIAL, LOG2_POLYNOMIAL
 
-__all__ = ["column_sums", "count_wrong", "decode", "encode", "join_planes", "row_means"]
+__all__ = ["column_sums", "count_wrong", "decode", "encode", "join_planes", "predict", "row_means"]
 
 _F = np.float32
 
@@ -37,10 +37,12 @@ def _valid_levels(v: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.nd
         return np.where(valid, levels(v, params), _F(0)).astype(np.int64), valid
 
 
-def row_means(v: np.ndarray, runs: list[tuple[int, int]], params: CoderParams) -> np.ndarray:
-    """r int64 (rows,): rounded mean of the valid levels in the column runs [begin, end); 0 where there are none."""
+def row_means(v: np.ndarray, runs: list[tuple[int, int]], period: int, params: CoderParams) -> np.ndarray:
+    """r int64 (rows, period): rounded mean of the valid levels of each row and residue of the column modulo ``period``,
+    over the column runs [begin, end), which begin and end at multiples of it; 0 where there are none."""
     level, valid = _valid_levels(np.concatenate([v[:, begin:end] for begin, end in runs], axis=1), params)
-    return rounded_mean(level.sum(axis=1), valid.sum(axis=1, dtype=np.int64))
+    shape = (v.shape[0], -1, period)
+    return rounded_mean(level.reshape(shape).sum(axis=1), valid.reshape(shape).sum(axis=1, dtype=np.int64))
 
 
 def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +51,13 @@ def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderPar
     Integer sums: blocks may be added in any order.
     """
     level, valid = _valid_levels(v[rows], params)
-    return np.where(valid, level - r[rows][:, None], 0).sum(axis=0), valid.sum(axis=0, dtype=np.int64)
+    means = r[rows][:, np.arange(v.shape[1]) % r.shape[1]]
+    return np.where(valid, level - means, 0).sum(axis=0), valid.sum(axis=0, dtype=np.int64)
+
+
+def predict(r: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """r[row, column mod period] + c[column]: float32 integers (rows, columns) from r (rows, period) and c (columns,)."""
+    return r[:, np.arange(c.size) % r.shape[1]] + c
 
 
 def rounded_mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -59,7 +67,7 @@ def rounded_mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def encode(
-    m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: CoderParams, two_v: bool, two_q: bool
+    m: np.ndarray, v: np.ndarray, prediction: np.ndarray, params: CoderParams, two_v: bool, two_q: bool
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Symbols uint16 (rows, columns) of v and of q = m/sqrt(v), and how many escaped for want of a second plane.
 
@@ -68,7 +76,7 @@ def encode(
     """
     with np.errstate(all="ignore"):
         level = levels(v, params)
-        residual = level - (r[:, None] + c)
+        residual = level - prediction
         code = np.rint(m / np.sqrt(v) * params.delta_reciprocal)
         codable = (
             (v >= params.v_min)
@@ -104,8 +112,7 @@ def join_planes(low: np.ndarray, high: np.ndarray | None, reserved: bool) -> np.
 def decode(
     symbols_v: np.ndarray,
     symbols_q: np.ndarray,
-    r: np.ndarray,
-    c: np.ndarray,
+    prediction: np.ndarray,
     params: CoderParams,
     m: np.ndarray,
     v: np.ndarray,
@@ -114,7 +121,7 @@ def decode(
 
     Returns the number of codes out of range (what is written for them means nothing), and of escapes.
     """
-    level = (r[:, None] + c) + (symbols_v.astype(_F) - _F(CENTRE))
+    level = prediction + (symbols_v.astype(_F) - _F(CENTRE))
     code = symbols_q.astype(_F) - _F(CENTRE)
     reserved = symbols_v <= ESCAPE
     in_range = (level >= params.level_min) & (level <= params.level_max) & (np.abs(code) <= params.code_max)
