@@ -45,7 +45,7 @@ def test_a_chosen_cell_proves_its_tolerance_and_spends_it(case):
 def test_a_chosen_cell_is_within_a_hundredth_of_a_bit_of_the_cheapest(case):
     cell, a, b = chosen(case)
     levels = np.unique(np.geomspace(1, 40 * cell.levels_per_octave, 300).astype(int))
-    w = np.minimum(w_for(case[3], kap_of(0.5 / levels + 6e-6), cell.q_max, a, b, 64), cell.q_max)
+    w = np.minimum(w_for(case[3], kap_of(0.5 / levels + 2e-6), cell.q_max, a, b, 64), cell.q_max)
     costs = np.log2(levels[w > 0]) - np.log2(w[w > 0])
     assert cell_bits(cell) <= costs.min() + 0.01
 
@@ -61,7 +61,7 @@ def test_constants_are_exact_float32(case):
 
 def test_margins():
     cell = Cell(68, f32(0.0135), 3.0)
-    assert cell.h == 0.5 / 68 + 6e-6
+    assert cell.h == 0.5 / 68 + 2e-6
     assert cell.w == pytest.approx(0.5 * cell.delta + 12 * U * (3.0 + 0.5 * cell.delta), rel=1e-15)
     assert cell.q_prime == cell.q_max + cell.w
     assert cell.kap == pytest.approx(math.tanh(cell.h * math.log(2) / 4), rel=1e-14)

@@ -134,7 +134,7 @@ def test_no_dist_inside_a_group(tmp_path: Path) -> None:
 
 
 def without_collectives(rank: int, num_ranks: int, path: str) -> None:
-    with pytest.raises(GuardError, match="use_collectives=False writes one checkpoint per rank.*no_dist=True"):
+    with pytest.raises(GuardError, match=r"use_collectives=False writes one checkpoint per rank.*no_dist=True"):
         dcp.save(replicated(rank), storage_writer=GuardedWriter(path), use_collectives=False)
 
 
