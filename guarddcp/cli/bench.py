@@ -180,7 +180,7 @@ class _Pair:
         sampled = [sample_q(*self.block(frame.number)) for frame in sample_frames(self.layout)]
         params = ratio.params_of(choose_certificate(np.concatenate(sampled), rule, step, guard))
         numbers = range(self.layout.num_frames)
-        predictor = RowCol.combine(self.layout, [self.fit(n, params) for n in numbers])
+        predictor = RowCol.combine(self.layout, [self.fit(n, params) for n in numbers], params)
         ratio.encode_side(predictor)
         frames = [self.encode_frame(n, predictor, params) for n in numbers]
         return _Encoded(self, params, predictor, frames)

@@ -1,7 +1,8 @@
 """How tight a certificate is: the worst state of its cell under the worst gradients, in float64.
 
-Gradients g_i ~ (b1/b2)^age attain Cauchy-Schwarz (certificate/NOTES.md 3); the worst corner of the cell is v^ too small by h
-with q^ = Q and q = Q + w. What Adam then does differently in the two runs is compared with the exact part of the bound.
+Gradients g_i ~ (b1/b2)^age attain Cauchy-Schwarz (certificate/NOTES.md 3); the worst corner of the cell is v^ too small
+by h with q^ = Q and q = Q + w. What Adam then does differently in the two runs is compared with the exact part of the
+bound.
 """
 
 from __future__ import annotations

@@ -111,6 +111,8 @@ def _rank(rank: int, ranks: int, store: str, mouth: Connection, job: Callable[..
             "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT
         )
         result = job(lambda message: _send(mouth, "message", message), *args)
+        # A gloo thread that still holds a tensor of the last collective when Python ends aborts the process.
+        dist.barrier()
         dist.destroy_process_group()
         _send(mouth, "result", result)
     except BaseException as error:  # DCP's CheckpointException is no Exception

@@ -90,7 +90,8 @@ def _parameter_line(name: str, one: ParameterReport) -> str:
 
 def _tensor_line(name: str, one: ParameterReport) -> str:
     # Tensors in a pack are compressed together: what one of them takes there is not known.
-    line = f"{_name(name):<{_NAME_WIDTH}}{_shape(one.shape):>18} {one.coordinates:>12,} {one.raw_bytes:>14,} {_share(one):>7}"
+    line = f"{_name(name):<{_NAME_WIDTH}}{_shape(one.shape):>18} {one.coordinates:>12,} {one.raw_bytes:>14,}"
+    line += f" {_share(one):>7}"
     return line + (f"  ({one.reason})" if one.reason else "")
 
 

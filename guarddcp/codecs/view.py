@@ -117,7 +117,7 @@ class Layout:
         return [
             number
             for number in range(self.frame_of(first), self.frame_of(last) + 1)
-            if any(intersect(piece, permuted) for _, piece in self.pieces(number))
+            if any(intersect(piece, permuted) is not None for _, piece in self.pieces(number))
         ]
 
     def pieces(self, number: int) -> list[tuple[int, Box]]:

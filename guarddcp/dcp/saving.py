@@ -264,7 +264,7 @@ class RankSave:
         if layout.num_frames <= 1:
 
             def all_at_once() -> tuple[RowCol, list[ratio.EncodedFrame]]:
-                predictor = RowCol.combine(layout, [fit(i) for i in range(layout.num_frames)])
+                predictor = RowCol.combine(layout, [fit(i) for i in range(layout.num_frames)], params)
                 return predictor, [encode(i, predictor) for i in range(layout.num_frames)]
 
             def write_all(result: tuple[RowCol, list[ratio.EncodedFrame]]) -> None:
@@ -275,7 +275,7 @@ class RankSave:
 
             self._pool.submit(all_at_once, write_all)
             return
-        predictor = RowCol.combine(layout, self._pool.map(fit, layout.num_frames))
+        predictor = RowCol.combine(layout, self._pool.map(fit, layout.num_frames), params)
         privates: list[bytes] = []
         self._pool.submit(lambda: predictor, lambda p: privates.append(write_side(p)))
         for number in range(layout.num_frames):

@@ -13,13 +13,10 @@ import numpy as np
 from guarddcp.kernels import reference
 from guarddcp.kernels.params import ESCAPE, CoderParams
 
-__all__ = ["RARE", "RUN_MAX", "Planes", "backend", "column_sums", "decode", "decode_and_check", "encode", "row_means"]
+__all__ = ["RARE", "Planes", "backend", "column_sums", "decode", "decode_and_check", "encode", "row_sums"]
 
 RARE, FEW = 4096, 4
 """One coordinate in RARE, and FEW more, that need a second plane are cheaper as escapes than with one."""
-
-RUN_MAX = 2048
-"""Most columns that the runs of `row_means` may hold together."""
 
 
 @dataclass
@@ -52,31 +49,29 @@ def backend() -> str:
     return name
 
 
-def row_means(v: np.ndarray, runs: list[tuple[int, int]], period: int, params: CoderParams) -> np.ndarray:
-    """Rounded mean levels int64 (rows, period) of each row and column residue, over column runs (`reference.row_means`).
-
-    The runs hold at most `RUN_MAX` columns in all.
-    """
+def row_sums(v: np.ndarray, period: int, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts (int64, (rows, period)) of the bits of valid v (`reference.row_sums`)."""
     if backend() == "reference":
-        return reference.row_means(v, runs, period, params)
+        return reference.row_sums(v, period, params)
     from guarddcp.kernels import numba_cpu
 
-    r = np.empty(v.shape[0] * period, np.int64)
-    begins, ends = np.array(runs, np.int64).T.copy()
-    limits = (params.levels_per_octave, params.v_min_bits, params.v_max_bits)
-    numba_cpu.row_means(v.view(np.int32), begins, ends, period, *limits, r)
-    return r.reshape(-1, period)
+    sums, counts = np.zeros((2, v.shape[0] * period), np.int64)
+    numba_cpu.row_sums(v.view(np.int32), period, params.v_min_bits, params.v_max_bits, sums, counts)
+    return sums.reshape(-1, period), counts.reshape(-1, period)
 
 
-def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and counts (int64, per column) of L - r over the given rows (int64 indexes) of one block."""
+def column_sums(
+    v: np.ndarray, rows: np.ndarray, row_means: np.ndarray, params: CoderParams
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts (int64, per column) of bits minus ``row_means`` over the given rows of one block."""
     if backend() == "reference":
-        return reference.column_sums(v, rows, r, params)
+        return reference.column_sums(v, rows, row_means, params)
     from guarddcp.kernels import numba_cpu
 
     sums, counts = np.zeros((2, v.shape[1]), np.int64)
-    limits = (params.levels_per_octave, params.v_min_bits, params.v_max_bits)
-    numba_cpu.column_sums(v.view(np.int32), rows, r.reshape(-1), r.shape[1], *limits, sums, counts)
+    limits = (params.v_min_bits, params.v_max_bits)
+    means = row_means.reshape(-1)
+    numba_cpu.column_sums(v.view(np.int32), rows, means, row_means.shape[1], *limits, sums, counts)
     return sums, counts
 
 

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from guarddcp.kernels.params import ONE_PLANE
 from guarddcp.numerics.lattice import EXP2_POLYNOMIAL, LOG2_POLYNOMIAL
 
-__all__ = ["column_sums", "decode", "decode_and_check", "encode", "row_means"]
+__all__ = ["column_sums", "decode", "decode_and_check", "encode", "row_sums"]
 
 _F, _I = np.float32, np.int32
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = LOG2_POLYNOMIAL
@@ -391,77 +391,63 @@ def decode_and_check(
 
 
 @_jit
-def _valid_levels(level, bits, least, most, out, valid):
+def _valid_bits(bits, least, most, out, valid):
     # Bits of positive floats are ordered like the floats; those of NaN lie above, of negative ones below.
-    for j in range(level.size):
+    for j in range(bits.size):
         good = (bits[j] >= least) & (bits[j] <= most)
-        out[j] = _I(level[j] if good else _F(0))
+        out[j] = bits[j] if good else _I(0)
         valid[j] = _I(1) if good else _I(0)
 
 
 @_jit
-def _accumulate(level, valid, means, sums, counts):
-    for j in range(level.size):
-        sums[j] += level[j] - valid[j] * means[j]
-    for j in range(level.size):
+def _add_row(own, valid, means, sums, counts):
+    for j in range(own.size):
+        sums[j] += own[j] - valid[j] * means[j]
+    for j in range(own.size):
         counts[j] += valid[j]
 
 
-@_jit
-def _gather_runs(bits, begins, ends, out):
-    done = 0
-    for k in range(begins.size):
-        for j in range(begins[k], ends[k]):
-            out[done] = bits[j]
-            done += 1
-
-
-@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _i64, _f32, types.int32, types.int32, _out_i64)
-def row_means(bits, begins, ends, period, octave, least, most, r):
-    """Write r int64 (rows * period,): rounded mean level of each row and residue of the column, over the column runs
-    [begins[k], ends[k]). Runs begin and end at multiples of the period and hold at most a segment in all."""
-    rows = bits.shape[0]
-    width = 0
-    for k in range(begins.size):
-        width += ends[k] - begins[k]
-    together = max(1, _SEGMENT // width)
+@_entry(types.void, _in_i32_2d, _i64, types.int32, types.int32, _out_i64, _out_i64)
+def row_sums(bits, period, least, most, sums, counts):
+    """Add to sums, counts int64 (rows * period,): bits of the valid coordinates of each row and column residue."""
+    rows, columns = bits.shape
     own = np.empty(_SEGMENT, np.int32)
-    level = np.empty(_SEGMENT, np.float32)
-    whole = np.empty(_SEGMENT, np.int32)
     valid = np.empty(_SEGMENT, np.int32)
-    for first in range(0, rows, together):
-        some = min(together, rows - first)
-        for i in range(some):
-            _gather_runs(bits[first + i], begins, ends, own[i * width : (i + 1) * width])
-        n = some * width
-        _levels(own[:n], octave, level[:n])
-        _valid_levels(level[:n], own[:n], least, most, whole[:n], valid[:n])
-        for i in range(some):
-            for k in range(period):
-                levels = 0
-                count = 0
-                for j in range(i * width + k, (i + 1) * width, period):
-                    levels += whole[j]
-                    count += valid[j]
-                mean = (2 * levels + count) // (2 * count) if count > 0 else 0
-                r[(first + i) * period + k] = mean
-
-
-@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _i64, _f32, types.int32, types.int32, _out_i64, _out_i64)
-def column_sums(bits, rows, r, period, octave, least, most, sums, counts):
-    """Add L - r of the given rows to sums, counts int64 (columns,); r flat as `row_means` writes it."""
-    columns = bits.shape[1]
-    level = np.empty(_SEGMENT, np.float32)
-    whole = np.empty(_SEGMENT, np.int32)
-    valid = np.empty(_SEGMENT, np.int32)
-    means = np.empty(_SEGMENT, np.int64)
-    for k in range(rows.size):
-        i = rows[k]
+    for i in range(rows):
         for a in range(0, columns, _SEGMENT):
             z = min(a + _SEGMENT, columns)
             n = z - a
-            for j in range(n):
-                means[j] = r[i * period + (a + j) % period]
-            _levels(bits[i, a:z], octave, level[:n])
-            _valid_levels(level[:n], bits[i, a:z], least, most, whole[:n], valid[:n])
-            _accumulate(whole[:n], valid[:n], means[:n], sums[a:z], counts[a:z])
+            _valid_bits(bits[i, a:z], least, most, own[:n], valid[:n])
+            if period == 1:
+                sums[i] += _total(own[:n])
+                counts[i] += _total(valid[:n])
+            else:
+                for k in range(period):
+                    total = 0
+                    count = 0
+                    for j in range(k, n, period):
+                        total += own[j]
+                        count += valid[j]
+                    sums[i * period + (a + k) % period] += total
+                    counts[i * period + (a + k) % period] += count
+
+
+@_entry(types.void, _in_i32_2d, _in_i64, _in_i64, _i64, types.int32, types.int32, _out_i64, _out_i64)
+def column_sums(bits, rows, row_means, period, least, most, sums, counts):
+    """Add bits minus their row's mean, of the given rows, to sums, counts int64 (columns,)."""
+    columns = bits.shape[1]
+    own = np.empty(_SEGMENT, np.int32)
+    valid = np.empty(_SEGMENT, np.int32)
+    means = np.empty(_SEGMENT, np.int32)
+    for index in range(rows.size):
+        i = rows[index]
+        for a in range(0, columns, _SEGMENT):
+            z = min(a + _SEGMENT, columns)
+            n = z - a
+            if period == 1:
+                means[:n] = _I(row_means[i])
+            else:
+                for j in range(n):
+                    means[j] = _I(row_means[i * period + (a + j) % period])
+            _valid_bits(bits[i, a:z], least, most, own[:n], valid[:n])
+            _add_row(own[:n], valid[:n], means[:n], sums[a:z], counts[a:z])

@@ -13,7 +13,7 @@ import numpy as np
 from guarddcp.kernels.params import CENTRE, ESCAPE, ONE_PLANE, RESIDUAL_MAX, ZERO, CoderParams
 from guarddcp.numerics.lattice import EXP2_POLYNOMIAL, LOG2_POLYNOMIAL
 
-__all__ = ["column_sums", "count_wrong", "decode", "encode", "join_planes", "predict", "row_means"]
+__all__ = ["column_sums", "count_wrong", "decode", "encode", "join_planes", "predict", "row_sums"]
 
 _F = np.float32
 
@@ -30,40 +30,41 @@ def levels(v: np.ndarray, params: CoderParams) -> np.ndarray:
     return exponent * params.levels_per_octave + np.rint(p * params.levels_per_octave)
 
 
-def _valid_levels(v: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
-    """Levels int64 with 0 where v is outside [v_min, v_max], and where it is inside."""
-    with np.errstate(invalid="ignore"):
-        valid = (v >= params.v_min) & (v <= params.v_max)
-        return np.where(valid, levels(v, params), _F(0)).astype(np.int64), valid
+def row_sums(v: np.ndarray, period: int, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts, int64 (rows, period), of the bits of valid v (in [v_min, v_max]) by row and column modulo period.
+
+    The bits of a float are its log2, linear between powers of two: good enough for a mean, and nearly free.
+    """
+    bits, valid = _valid_bits(v, params)
+    rows, columns = v.shape
+    sums, counts = np.zeros((2, rows, period), np.int64)
+    for k in range(min(period, columns)):
+        sums[:, k] = bits[:, k::period].sum(axis=1)
+        counts[:, k] = valid[:, k::period].sum(axis=1)
+    return sums, counts
 
 
-def row_means(v: np.ndarray, runs: list[tuple[int, int]], period: int, params: CoderParams) -> np.ndarray:
-    """r int64 (rows, period): rounded mean of the valid levels of each row and residue of the column modulo ``period``,
-    over the column runs [begin, end), which begin and end at multiples of it; 0 where there are none."""
-    level, valid = _valid_levels(np.concatenate([v[:, begin:end] for begin, end in runs], axis=1), params)
-    shape = (v.shape[0], -1, period)
-    return rounded_mean(level.reshape(shape).sum(axis=1), valid.reshape(shape).sum(axis=1, dtype=np.int64))
-
-
-def column_sums(v: np.ndarray, rows: np.ndarray, r: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and counts, int64 (columns,), of L - r over the valid coordinates of the given rows (int64 indexes).
+def column_sums(
+    v: np.ndarray, rows: np.ndarray, row_means: np.ndarray, params: CoderParams
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts, int64 (columns,), of bits minus their row's mean (int64 (rows, period)), over the given rows.
 
     Integer sums: blocks may be added in any order.
     """
-    level, valid = _valid_levels(v[rows], params)
-    means = r[rows][:, np.arange(v.shape[1]) % r.shape[1]]
-    return np.where(valid, level - means, 0).sum(axis=0), valid.sum(axis=0, dtype=np.int64)
+    bits, valid = _valid_bits(v[rows], params)
+    means = row_means[rows][:, np.arange(v.shape[1]) % row_means.shape[1]]
+    return np.where(valid, bits - means, 0).sum(axis=0), valid.sum(axis=0, dtype=np.int64)
+
+
+def _valid_bits(v: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
+    bits = v.view(np.int32).astype(np.int64)
+    valid = (bits >= params.v_min_bits) & (bits <= params.v_max_bits)
+    return np.where(valid, bits, 0), valid
 
 
 def predict(r: np.ndarray, c: np.ndarray) -> np.ndarray:
     """r[row, column mod period] + c[column]: float32 integers (rows, columns) from r (rows, period) and c (columns,)."""
     return r[:, np.arange(c.size) % r.shape[1]] + c
-
-
-def rounded_mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """floor(total/count + 1/2) in integers, 0 where count is 0."""
-    safe = np.maximum(count, 1)
-    return np.where(count > 0, (2 * total + safe) // (2 * safe), 0)
 
 
 def encode(

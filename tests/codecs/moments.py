@@ -47,18 +47,25 @@ class Coded:
         return len(self.private) + len(self.side) + sum(map(len, self.frames))
 
 
+def blocks_of(x: np.ndarray, layout: Layout) -> list[np.ndarray]:
+    """The frames of a C-contiguous array, (rows, columns) each."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return [flat[f.begin : f.end].reshape(f.rows, f.columns) for f in layout.frames()]
+
+
+def fitted(v: np.ndarray, layout: Layout, cert: Certificate) -> RowCol:
+    """The predictor that a save would find."""
+    params, pairs = ratio.params_of(cert), zip(layout.frames(), blocks_of(v, layout), strict=True)
+    return RowCol.combine(layout, [RowCol.fit_frame(block, frame, layout, params) for frame, block in pairs])
+
+
 def encode(m: np.ndarray, v: np.ndarray, cert: Certificate, frame_coordinates: int = 1 << 20) -> Coded:
     """Fit and encode a shard as a save does; m, v float32 of any shape."""
     layout, params = Layout(m.shape, default_view(m.shape), frame_coordinates), ratio.params_of(cert)
-    frames = list(layout.frames())
-    blocks = [
-        tuple(np.ascontiguousarray(x).reshape(-1)[f.begin : f.end].reshape(f.rows, f.columns) for x in (m, v))
-        for f in frames
-    ]
-    fits = [RowCol.fit_frame(block[1], frame, layout, params) for frame, block in zip(frames, blocks, strict=True)]
-    predictor = RowCol.combine(layout, fits)
+    predictor = fitted(v, layout, cert)
     private, side = ratio.encode_side(predictor, frame_coordinates)
-    coded = [ratio.encode_frame(*b, predictor.terms(f), params) for f, b in zip(frames, blocks, strict=True)]
+    blocks = zip(layout.frames(), blocks_of(m, layout), blocks_of(v, layout), strict=True)
+    coded = [ratio.encode_frame(m_block, v_block, predictor.terms(f), params) for f, m_block, v_block in blocks]
     return Coded(
         layout, cert, private.to_bytes(), b"".join(map(bytes, side)), [b"".join(map(bytes, f.buffers)) for f in coded],
         np.sum([f.escapes for f in coded], axis=0), sum(f.failed for f in coded),

@@ -92,7 +92,7 @@ def miscoding(monkeypatch, spoil):
 
     def encode_and_spoil(*args, **kwargs):
         planes = honest(*args, **kwargs)
-        assert not (planes.two_v or planes.two_q), "the sample fits single planes"
+        assert (planes.two_v, planes.two_q) == (False, False)  # the sample fits single planes
         spoil(planes)
         return planes
 
@@ -271,16 +271,18 @@ LIES = {
     "no plane": (dict(planes_v=0), FormatError, r"unknown frame kind; got \(0, 0, 1\)"),
     "three planes": (dict(planes_q=3), FormatError, r"unknown frame kind; got \(0, 1, 3\)"),
     "kind exact": (dict(kind=1), FormatError, "w: .*frame"),
-    "fewer escapes": (dict(escapes=12, planes={2: (0, bytes(96))}), IntegrityError, "number of escape symbols; expected 12; got 13"),
-    "escape bytes": (dict(planes={2: (0, bytes(8))}), FormatError, "w plane 2: raw plane of another length; expected 104; got 8"),
+    "fewer escapes": (
+        dict(escapes=12, planes={2: (0, bytes(96))}), IntegrityError, "number of escape symbols; expected 12; got 13"
+    ),
+    "escape bytes": (dict(planes={2: (0, bytes(8))}), FormatError, "w plane 2: raw plane of another length"),
     "digest of m": (dict(digest_m=0), IntegrityError, "digest of the decoded moments; expected 0{16} "),
     "digest of v": (dict(digest_v=5), IntegrityError, "digest of the decoded moments; expected .* 0{15}5; got"),
     "coder": (dict(table={0: (2, 0)}, planes={0: (0, b"")}), FormatError, "w plane 0: unknown entropy coder; .* got 2"),
-    "raw length": (dict(planes={0: (0, bytes(N - 1))}), FormatError, f"w plane 0: raw plane of another length; expected {N}; got {N - 1}"),
-    "zstd length": (dict(planes={1: (1, compress(bytes(N + 1)))}), FormatError, f"w plane 1: zstd plane of another size; expected {N}"),
-    "zstd bomb": (dict(planes={1: (1, compress(bytes(64 << 20)))}), FormatError, "w plane 1: zstd plane of another size"),
+    "raw length": (dict(planes={0: (0, bytes(N - 1))}), FormatError, f"w plane 0: raw plane .* got {N - 1}"),
+    "zstd length": (dict(planes={1: (1, compress(bytes(N + 1)))}), FormatError, "w plane 1: zstd plane of another"),
+    "zstd bomb": (dict(planes={1: (1, compress(bytes(9 << 20)))}), FormatError, "w plane 1: zstd plane of another"),
     "no zstd": (dict(planes={1: (1, b"nothing at all")}), IntegrityError, "w plane 1: damaged zstd plane"),
-    "zstd and more": (dict(planes={1: (1, compress(bytes(N)) + b"!")}), IntegrityError, "w plane 1: damaged zstd plane .*unused"),
+    "zstd and more": (dict(planes={1: (1, compress(bytes(N)) + b"!")}), IntegrityError, "w plane 1: damaged .*unused"),
     "empty zstd": (dict(planes={1: (1, b"")}), IntegrityError, "w plane 1: damaged zstd plane"),
     "stored length": (dict(table={1: (1, 2**32 - 1)}), FormatError, "planes do not fill their frame"),
     "q out of range": (dict(planes={1: (0, b"\xff" * N)}), IntegrityError, r"\d+ codes out of the certified range"),
@@ -360,7 +362,7 @@ def test_private_parts_round_trip(frame_coordinates, length):
     (struct.pack("<IBBBI", 1000, 1, 1, 1, 5) + b"\0", "codec-private part does not parse"),
     (struct.pack("<IBBBI", 0, 1, 1, 1, 5), "codec-private part does not parse"),
     (struct.pack("<IBBBI", (1 << 20) + 1, 1, 1, 1, 5), "codec-private part does not parse"),
-    (struct.pack("<IBBBI", 1000, 1, 2, 1, 5), r"unknown predictor 2 version 1; expected one of \[\(1, 1\)\]. A newer guarddcp"),
+    (struct.pack("<IBBBI", 1000, 1, 2, 1, 5), r"unknown predictor 2 version 1; expected one of .* A newer guarddcp"),
     (struct.pack("<IBBBI", 1000, 1, 1, 9, 5), "unknown predictor 1 version 9"),
     (struct.pack("<IB", 1000, 0), "exactly one predictor per shard; got 0"),
     (struct.pack("<IBBBIBBI", 1000, 2, 1, 1, 5, 1, 1, 5), "exactly one predictor per shard; got 2"),

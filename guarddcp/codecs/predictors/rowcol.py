@@ -17,9 +17,7 @@ from guarddcp.codecs.planes import decode_exact, encode_exact
 from guarddcp.codecs.view import Frame, Layout
 from guarddcp.errors import FormatError
 from guarddcp.kernels import dispatch
-from guarddcp.kernels.dispatch import RUN_MAX
 from guarddcp.kernels.params import CoderParams
-from guarddcp.kernels.reference import rounded_mean
 
 __all__ = ["FrameFit", "RowCol"]
 
@@ -30,20 +28,19 @@ _ROWS_FOR_COLUMNS = 16
 """Fewer rows than this and a mean per column would cost about what it predicts."""
 
 
-_RUNS, _RUN_COLUMNS = 4, 32
-"""A row mean is taken over so many evenly spread runs of so many columns (periods, where there are several taps): 128 levels
-settle it to a tenth of their own spread, which costs less than 0.01 bit."""
 _COLUMNS_FOR_TAPS = 16
 """Fewer input channels than this and a mean per row and tap would cost about what it predicts."""
-_SAMPLED_ROWS = 128
+_SAMPLED_ROWS = 256
 """Column means are taken over about as many evenly spread rows."""
 
 
 @dataclass
 class FrameFit:
-    """What one frame adds to the fit: r int64 (rows, period), and per column the remainders' sums and counts."""
+    """What one frame adds to the fit: mean bits of v int64 (rows, period), whether there were any, and per column the
+    remainders' sums and counts."""
 
-    r: np.ndarray
+    means: np.ndarray
+    known: np.ndarray
     sums: np.ndarray
     counts: np.ndarray
 
@@ -57,14 +54,15 @@ def _period(layout: Layout) -> int:
     return taps if worth else 1
 
 
-def _runs(columns: int, period: int) -> list[tuple[int, int]]:
-    """Column runs that stand for a row; they begin and end at multiples of the period."""
-    periods = columns // period
-    count = min(_RUN_COLUMNS, max(1, RUN_MAX // (_RUNS * period)))
-    if periods <= _RUNS * count:
-        return [(0, periods * period)]
-    begins = [k * (periods - count) // (_RUNS - 1) for k in range(_RUNS)]
-    return [(begin * period, (begin + count) * period) for begin in begins]
+def _mean_bits(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Floor of the mean, 0 where nothing was counted; int64."""
+    return np.where(counts > 0, sums // np.maximum(counts, 1), 0)
+
+
+def _levels_of_bits(bits: np.ndarray, params: CoderParams) -> np.ndarray:
+    """float32 bits (or a difference of bits) in levels, rounded; int32."""
+    levels_per_octave = int(params.levels_per_octave)
+    return ((bits * levels_per_octave + (1 << 22)) >> 23).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -83,25 +81,30 @@ class RowCol:
     @staticmethod
     def fit_frame(v: np.ndarray, frame: Frame, layout: Layout, params: CoderParams) -> FrameFit:
         """First half of a fit, per frame and in any order. ``v``: float32 (rows, columns) of the frame."""
-        period = _period(layout)
-        r = dispatch.row_means(v, _runs(v.shape[1], period), period, params)
+        sums, counts = dispatch.row_sums(v, _period(layout), params)
+        means = _mean_bits(sums, counts)
         stride = max(1, layout.rows // _SAMPLED_ROWS)
         rows = np.arange(-frame.row % stride, frame.rows, stride, dtype=np.int64)
         if layout.rows < _ROWS_FOR_COLUMNS:
             rows = rows[:0]
-        return FrameFit(r, *dispatch.column_sums(v, rows, r, params))
+        return FrameFit(means, counts > 0, *dispatch.column_sums(v, rows, means, params))
 
     @classmethod
-    def combine(cls, layout: Layout, fits: list[FrameFit]) -> RowCol:
+    def combine(cls, layout: Layout, fits: list[FrameFit], params: CoderParams) -> RowCol:
         """Second half: the predictor of the whole shard from the fits of its frames, in order."""
-        if layout.rows_per_frame == 0:  # rows longer than a frame: one level per row would need all its frames at once
-            means = np.array([fit.r[0, 0] for fit in fits], np.int64)
-            return cls(np.array([[int(np.median(means))]], np.int32), np.empty(0, np.int32))
-        r = np.concatenate([fit.r for fit in fits])
+        bits = np.concatenate([fit.means for fit in fits])
+        known = np.concatenate([fit.known for fit in fits])
+        # The bits' straight line between powers of two lies below log2 by 0.0573 on average.
+        shift = int(params.levels_per_octave) * 3755 >> 16
+        levels = _levels_of_bits(bits - (127 << 23), params) + np.int32(shift)
+        r = np.where(known, levels, 0).astype(np.int32)
+        if layout.rows_per_frame == 0:  # rows longer than a frame: one level for all
+            middle = np.median(r[known]) if known.any() else 0
+            return cls(np.array([[int(middle)]], np.int32), np.empty(0, np.int32))
         if layout.rows < _ROWS_FOR_COLUMNS:
-            return cls(r.astype(np.int32), np.empty(0, np.int32))
+            return cls(r, np.empty(0, np.int32))
         sums, counts = sum(fit.sums for fit in fits), sum(fit.counts for fit in fits)
-        return cls(r.astype(np.int32), rounded_mean(sums, counts).astype(np.int32))
+        return cls(r, _levels_of_bits(_mean_bits(sums, counts), params))
 
     def encode(self) -> list[bytes | np.ndarray]:
         raw = np.concatenate([self.r.reshape(-1), self.c]).astype("<i4").view(np.uint8)
