@@ -81,7 +81,8 @@ def main() -> None:
                 print(f"saved {path}: moments take {moments.stored_bytes / moments.raw_bytes:.1%} of their bytes")
                 verify(path)  # proves the whole checkpoint again, without the model; raises if anything is wrong
 
-    dist.barrier()  # gloo's threads may still hold tensors of the last collective: let them drop those before Python ends
+    # gloo's threads may still hold tensors of the last collective: let them drop those before Python ends.
+    dist.barrier()
     dist.destroy_process_group()
 
 

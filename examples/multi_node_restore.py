@@ -64,7 +64,8 @@ def main() -> None:
         print(f"restored step {state['progress']['step']} on {ranks} ranks, certified within {bound:.6f} lr")
         print(f"sum of all second moments: {total.item():.9e}", flush=True)
 
-    dist.barrier()  # gloo's threads may still hold tensors of the last collective: let them drop those before Python ends
+    # gloo's threads may still hold tensors of the last collective: let them drop those before Python ends.
+    dist.barrier()
     dist.destroy_process_group()
 
 

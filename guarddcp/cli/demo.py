@@ -16,14 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from guarddcp.cli.job import Job, Resumed, Saved, ready, resume, train_and_save
-from guarddcp.cli.probe import Deviation
-from guarddcp.cli.ranks import run_ranks
+from guarddcp.cli.ranks import run_ranks, start_server
 from guarddcp.config import Guard
 from guarddcp.errors import CheckpointExistsError
 from guarddcp.report import Report
+
+if TYPE_CHECKING:
+    from guarddcp.cli.job import Job, Resumed, Saved
+    from guarddcp.cli.probe import Deviation
 
 __all__ = ["Outcome", "run_demo"]
 
@@ -105,15 +107,7 @@ def run_demo(*, guard: Guard, keep: str | None, steps: int, more: int, size: str
     if it holds some already.
     """
     with _folder(keep) as folder:
-        job = Job(
-            certified=str(folder / "certified"),
-            plain=str(folder / "plain"),
-            size=size,
-            steps=steps,
-            more=more,
-            guard=guard,
-        )
-        outcome = _measure(job, Progress(sys.stderr))
+        outcome = _measure(folder, guard, steps, more, size, Progress(sys.stderr))
     if as_json:
         print(json.dumps(outcome.as_dict(), indent=2))
     else:
@@ -121,12 +115,22 @@ def run_demo(*, guard: Guard, keep: str | None, steps: int, more: int, size: str
     return 1 if outcome.violations() else 0
 
 
-def _measure(job: Job, progress: Progress) -> Outcome:
-    from guarddcp import verify
-
+def _measure(folder: Path, guard: Guard, steps: int, more: int, size: str, progress: Progress) -> Outcome:
     seconds: dict[str, float] = {}
     with progress.phase("import torch, compile kernels if this is the first time", seconds):
+        start_server()  # imports in its process while the next lines import in this one
+        from guarddcp import verify
+        from guarddcp.cli.job import Job, ready, resume, train_and_save
+
         run_ranks(1, ready)
+    job = Job(
+        certified=str(folder / "certified"),
+        plain=str(folder / "plain"),
+        size=size,
+        steps=steps,
+        more=more,
+        guard=guard,
+    )
     with progress.phase(f"train and save on {SAVE_RANKS} ranks", seconds):
         saved = run_ranks(SAVE_RANKS, train_and_save, job, on_message=progress)[0]
     with progress.phase("verify", seconds):

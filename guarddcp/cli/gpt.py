@@ -42,13 +42,13 @@ class Size:
     def parameters(self) -> int:
         """Number of trained scalars."""
         d = self.width
-        per_layer = 12 * d * d + 13 * d
+        per_layer = 12 * d * d + 10 * d
         return (2 * VOCABULARY + self.block) * d + self.layers * per_layer + 2 * d
 
 
 SIZES = {
     "tiny": Size(width=48, layers=2, heads=2, block=32, windows=6),
-    "demo": Size(width=256, layers=4, heads=4, block=64, windows=6),
+    "demo": Size(width=192, layers=4, heads=4, block=64, windows=6),
     "full": Size(width=384, layers=6, heads=6, block=256, windows=1),
 }
 """``tiny`` is for tests, ``demo`` for the demo's time limit, ``full`` (10.9 M parameters) for the benchmark."""
@@ -61,7 +61,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        # No bias: that of the keys has no gradient but rounding noise, and Adam would blow that up to full steps.
+        self.attention_in, self.attention_out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.feed_in, self.feed_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:

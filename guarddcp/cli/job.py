@@ -39,7 +39,7 @@ class Job:
     certified: str
     plain: str
     size: str = "demo"
-    steps: int = 150
+    steps: int = 100
     more: int = 50
     seed: int = 0
     lr: float = 1e-3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, head for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     except GuardError as error:
         print(f"guarddcp: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -56,7 +61,7 @@ def _add_demo(commands: Any) -> None:
         "--horizon", type=_horizon, default="all", metavar="H", help='later steps covered: "all" or a number'
     )
     demo.add_argument(
-        "--steps", type=_positive_int, default=120, metavar="N", help="training steps before the save (120)"
+        "--steps", type=_positive_int, default=100, metavar="N", help="training steps before the save (100)"
     )
     demo.add_argument("--more-steps", type=_positive_int, default=50, metavar="N", help="steps after the restore (50)")
     demo.add_argument(

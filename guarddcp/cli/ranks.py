@@ -1,7 +1,8 @@
 """Ranks of one gloo group as processes of this machine, with messages back to the process that started them.
 
 The processes are forked from a server (``forkserver``) that has imported torch and run nothing, so a group of ranks
-is ready in a fraction of a second, and it does not matter what the calling process did with threads before.
+is ready in a fraction of a second, and it does not matter what the calling process did with threads before. Where
+there is no such server the processes are spawned, and each imports for itself.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from guarddcp.errors import GuardError
 
-__all__ = ["RankFailure", "Say", "run_ranks"]
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
+
+__all__ = ["RankFailure", "Say", "run_ranks", "start_server"]
 
 Say = Callable[[object], None]
 """What a job calls to send a picklable message to the starter while it works."""
+
+PRELOAD = ("guarddcp.cli.job", "torch._dynamo", "guarddcp.kernels.numba_cpu")
+"""What takes a second or more to import, once in the server instead of in every rank: torch and DCP; what FSDP2 imports
+at its first use; and the kernels, which are compiled when they are imported for the first time on a machine."""
 
 GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -42,7 +50,8 @@ def run_ranks(
     go to ``on_message`` in the order of arrival. When one rank fails the others are ended, and its GuardError is
     raised as it was; any other failure becomes RankFailure.
     """
-    context = _context(job.__module__)
+    start_server()
+    context = _context()
     with tempfile.TemporaryDirectory(prefix="guarddcp-ranks-") as folder:
         store = str(Path(folder) / "rendezvous")
         processes, ears = [], []
@@ -67,14 +76,18 @@ def run_ranks(
                 ear.close()
 
 
-def _context(module: str) -> SpawnContext | ForkServerContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    # What takes a second or more to import, once in the server instead of in every rank: FSDP2 wants torch._dynamo
-    # at its first use, and the kernels are compiled when they are imported for the first time on a machine.
-    context.set_forkserver_preload([module, "torch._dynamo", "guarddcp.kernels.numba_cpu"])
-    return context
+def start_server() -> None:
+    """Start the server that ranks are forked from, if it does not run; returns while it still imports."""
+    context = _context()
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(list(PRELOAD))
+        forkserver.ensure_running()
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("forkserver")
+    return multiprocessing.get_context("spawn")
 
 
 def _listen(ears: list[Connection], on_message: Callable[[object], None] | None) -> list[Any]:

@@ -74,6 +74,7 @@ class RankLoad:
     def __init__(self, manifest: Manifest, fetcher: Fetcher, *, allow_pickle: bool) -> None:
         self._manifest, self._fetcher, self._allow_pickle = manifest, fetcher, allow_pickle
         self._packs: dict[int, np.ndarray] = {}
+        self._unpickled: dict[int, torch.Tensor] = {}
 
     def prove(self, plan: LoadPlan) -> int:
         """Prove every certificate the plan needs; returns how many there were."""
@@ -135,10 +136,10 @@ class RankLoad:
 
     def _check_whole(self, item: ReadItem, target: torch.Tensor) -> None:
         """Of a tensor subclass, or a tensor stored as pickle, only whole chunks can be restored, of the right kind."""
-        record = self._manifest.shard(self._shard_index(item))
-        if record.codec not in (TREE, PICKLED):
+        index, key = self._shard_index(item), item.storage_index.fqn
+        if self._manifest.columns["codec"][index] not in (TREE, PICKLED):
             return
-        key = item.storage_index.fqn
+        record = self._manifest.shard(index)
         if tuple(item.lengths) != record.sizes:
             raise GuardError(
                 "a tensor subclass or pickled tensor can only be restored as the whole chunk that was saved",
@@ -150,13 +151,15 @@ class RankLoad:
         raw = self._slice(record.pack, record.pack_begin, record.bytes)
         if record.codec == TREE:
             check_tree(raw, target, where=key)
-        elif not isinstance(found := self._unpickle(raw, key), torch.Tensor) or found.shape != target.shape:
-            raise GuardError(
-                "not the tensor that the manifest describes",
-                where=key,
-                expected=f"a tensor of sizes {tuple(target.shape)}",
-                got=f"{type(found).__name__} of sizes {tuple(getattr(found, 'shape', ()))}",
-            )
+        else:
+            self._unpickled[index] = found = self._unpickle(raw, key)
+            if not isinstance(found, torch.Tensor) or found.shape != target.shape:
+                raise GuardError(
+                    "not the tensor that the manifest describes",
+                    where=key,
+                    expected=f"a tensor of sizes {tuple(target.shape)}",
+                    got=f"{type(found).__name__} of sizes {tuple(getattr(found, 'shape', ()))}",
+                )
 
     def _open(self, indexes: list[int]) -> dict[int, OpenShard]:
         self._fetcher.open_files(int(self._manifest.columns["file"][index]) for index in indexes)
@@ -170,7 +173,7 @@ class RankLoad:
         for index, record in records.items():
             if record.codec in IN_PACK:
                 for item, target in by_shard[index]:
-                    self._load_packed(record, item, target)
+                    self._load_packed(index, record, item, target)
         shards = self._open([index for index, record in records.items() if record.codec not in IN_PACK])
         wanted = {index: _Wanted(shard) for index, shard in shards.items()}
         for index, one in wanted.items():
@@ -185,7 +188,7 @@ class RankLoad:
         )
         return list(records.values())
 
-    def _load_packed(self, record: ShardRecord, item: ReadItem, target: torch.Tensor) -> None:
+    def _load_packed(self, index: int, record: ShardRecord, item: ReadItem, target: torch.Tensor) -> None:
         key, raw = item.storage_index.fqn, self._slice(record.pack, record.pack_begin, record.bytes)
         if record.codec == PACKED:
             dtype = DTYPES[self._manifest.tensors[key].dtype]
@@ -197,7 +200,7 @@ class RankLoad:
             restore_tree(raw, target, where=key)
         else:
             with torch.no_grad():  # detach() would do for dense tensors; a sparse one would keep its old elements
-                target.copy_(self._unpickle(raw, key))
+                target.copy_(self._unpickled[index])
 
     # -- values --------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class GuardedReader(StorageReader):
     verify: "full": certificates first, then per frame checksum, code range and digest of the decoded moments.
         "before": a whole pass over the needed bytes first, so that an error leaves every target as it was.
         "checksum": certificates and checksums, no digests.
+    threads: decoding threads; default: the cores this process may use.
     storage_options: passed to the fsspec filesystem verbatim.
     allow_pickle: load values that were stored as pickle and that torch's safe unpickler refuses. They can run code.
 
@@ -63,6 +64,8 @@ class GuardedReader(StorageReader):
         super().__init__()
         if verify not in ("full", "before", "checksum"):
             raise ValueError(f"verify must be 'full', 'before' or 'checksum', not {verify!r}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
         self.path = os.fspath(path)
         self.verify = verify
         self.report: Report | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ from guarddcp.container.records import (
     ValueRecord,
 )  # fmt: skip
 from guarddcp.container.values import encode_value
+from guarddcp.dcp.degradations import Degradations
 from guarddcp.dcp.groups import Exact, Guarded, OptimizerGroups
 from guarddcp.dcp.pairing import M_SUFFIX, V_SUFFIX, PairItem
 from guarddcp.dcp.pipeline import OrderedPool
@@ -67,7 +69,7 @@ def _length(buffers: list[bytes | np.ndarray]) -> int:
     return sum(len(buffer) for buffer in buffers)
 
 
-def _joined(buffers: list[bytes | np.ndarray]) -> bytes:
+def _joined(buffers: Sequence[bytes | np.ndarray]) -> bytes:
     return b"".join(buffers)  # type: ignore[arg-type]
 
 
@@ -101,7 +103,7 @@ class RankSave:
         self._pack: list[bytes | np.ndarray] = []
         self._pack_size = 0
         self._packs: list[PackRecord] = []
-        self._warnings: dict[str, list[str]] = {}
+        self.degradations = Degradations()
 
     def run(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], RankPart]:
         """Write every item of the plan; results in plan order, m before v. Any failure names the item."""
@@ -117,7 +119,7 @@ class RankSave:
         self._pool.drain()
         self._flush_pack()
         entry = self._file.finish()
-        return self._results, RankPart(self._rank, (entry,), tuple(self._packs), self._said())
+        return self._results, RankPart(self._rank, (entry,), tuple(self._packs))
 
     def _item(self, item: WriteItem, planner: SavePlanner) -> None:
         if isinstance(item, PairItem):
@@ -193,9 +195,8 @@ class RankSave:
             error = self._for_every_pair(found) or error
             return self._exactly(error.reason, str(error), item)
         if certificate.horizon != self._guard.horizon:
-            self._warn(
-                "horizon", f"proved for horizon {certificate.horizon} only (coupled weight decay)", item.index.fqn
-            )
+            text = f"proved for horizon {certificate.horizon} only (coupled weight decay)"
+            self.degradations.add("horizon", text, item.index.fqn)
         return certificate
 
     def _for_every_pair(self, found: Guarded) -> Uncertifiable | None:
@@ -235,7 +236,7 @@ class RankSave:
             return ratio.encode_frame(m.block(number), v.block(number), predictor.terms(frame), params)
 
         def write_side(predictor: RowCol) -> bytes:
-            private, side = ratio.encode_side(predictor)
+            private, side = ratio.encode_side(predictor, layout.frame_coordinates)
             self._block(state, side)
             return private.to_bytes()
 
@@ -359,7 +360,7 @@ class RankSave:
 
     # -- blocks and packs ----------------------------------------------------------------------------------------
 
-    def _block(self, state: _Open, buffers: list[bytes | np.ndarray]) -> None:
+    def _block(self, state: _Open, buffers: Sequence[bytes | np.ndarray]) -> None:
         if state.record < 0:
             state.record = self._file.begin_record()
         state.bytes += self._file.write_block(buffers)
@@ -386,7 +387,7 @@ class RankSave:
     # -- what is said once ---------------------------------------------------------------------------------------
 
     def _exactly(self, slug: str, why: str, item: WriteItem) -> str:
-        self._warn(slug, f"stored exactly: {why}", item.index.fqn)
+        self.degradations.add(slug, f"stored exactly: {why}", item.index.fqn)
         return f"{slug}: {why}"
 
     def _pickled(self, key: str, what: str) -> None:
@@ -396,19 +397,8 @@ class RankSave:
                 where=f"rank {self._rank}, {key}",
                 hint="Pass allow_pickle=True, or save a plain value",
             )
-        self._warn(
+        self.degradations.add(
             "pickle",
             "stored as pickle (a load will need allow_pickle=True unless torch's safe unpickler takes it)",
             key,
         )
-
-    def _warn(self, slug: str, text: str, key: str) -> None:
-        self._warnings.setdefault(f"{slug}: {text}", []).append(key)
-
-    def _said(self) -> tuple[str, ...]:
-        """One line per kind of degradation, with the first keys and their number."""
-        lines = []
-        for text, keys in self._warnings.items():
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            lines.append(f"{text} [{', '.join(keys[:3])}{more}]")
-        return tuple(lines)

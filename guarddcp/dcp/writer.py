@@ -21,7 +21,7 @@ import secrets
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -37,6 +37,7 @@ from guarddcp.container.manifest import Manifest
 from guarddcp.container.records import RankPart, ShardRecord, TensorEntry, ValueRecord
 from guarddcp.container.summary import summarise
 from guarddcp.container.values import decode_value
+from guarddcp.dcp.degradations import Degradation, lines_of
 from guarddcp.dcp.groups import OptimizerGroups, moments_hidden
 from guarddcp.dcp.metadata import entries_of, planner_data_text, storage_meta_text
 from guarddcp.dcp.names import parameter_namer
@@ -61,9 +62,8 @@ class _Save:
     """One save, on one thread."""
 
     path: str
+    save_id: str
     rank: int = 0
-    is_coordinator: bool = False
-    save_id: str = ""
 
 
 class GuardedWriter(StorageWriter):
@@ -132,12 +132,14 @@ class GuardedWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """Path of the save that this thread is in or begins next."""
+        """Path of the save that this thread begins next."""
         return getattr(self._local, "next_path", None) or self.path
 
     def storage_meta(self) -> StorageMeta | None:
-        self._local.save_id = uuid.uuid4().hex
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._local.save_id)
+        # The first hook of every save: from here on a checkpoint_id counts for this one alone, come what may.
+        self._save = _Save(self.checkpoint_id, save_id=uuid.uuid4().hex)
+        self._local.next_path = None
+        return StorageMeta(checkpoint_id=self._save.path, save_id=self._save.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives") is False:
@@ -145,10 +147,7 @@ class GuardedWriter(StorageWriter):
                 "use_collectives=False writes one checkpoint per rank, without deduplication or resharding",
                 hint="Save with collectives, or give every rank a writer and a path of its own and no_dist=True",
             )
-        self._save = _Save(
-            self.checkpoint_id, kwargs.get("rank") or 0, is_coordinator, getattr(self._local, "save_id", "")
-        )
-        self._local.next_path = None
+        self._save.rank = kwargs.get("rank") or 0
         if is_coordinator and not self.overwrite and self._store().exists(MANIFEST_NAME):
             raise CheckpointExistsError(
                 "a checkpoint is already there",
@@ -178,10 +177,11 @@ class GuardedWriter(StorageWriter):
                     allow_pickle=self._allow_pickle,
                 )
                 results, part = save.run(plan, planner)
-            part = replace(part, warnings=(*self._hidden_moments(plan, planner), *part.warnings))
+            degradations = [*self._hidden_moments(plan, planner), *save.degradations.all()]
             self.report = self._share(plan, results, part)
+            self.report.warnings = lines_of(degradations)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([*results, part])  # type: ignore[list-item]
+        future.set_result([*results, part, *degradations])  # type: ignore[list-item]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -200,7 +200,7 @@ class GuardedWriter(StorageWriter):
                 _delete(store, written)
             raise
         self.report = report_of(manifest)
-        self.report.warnings = _said_once(parts)
+        self.report.warnings = lines_of(one for of_rank in results for one in of_rank if isinstance(one, Degradation))
         for line in self.report.warnings:
             logger.warning("%s: %s", self._save.path, line)
         metadata.guard_report = self.report  # type: ignore[attr-defined]
@@ -213,7 +213,7 @@ class GuardedWriter(StorageWriter):
     def _save(self) -> _Save:
         save: _Save | None = getattr(self._local, "save", None)
         if save is None:
-            raise GuardError("a hook was called before set_up_storage_writer on this thread")
+            raise GuardError("a hook was called before storage_meta on this thread")
         return save
 
     @_save.setter
@@ -264,19 +264,15 @@ class GuardedWriter(StorageWriter):
             tensors=tensors,
             guard=self.guard.to_dict(),
             parameter_of=parameter_namer({}),
-            warnings=part.warnings,
         )
 
-    def _hidden_moments(self, plan: SavePlan, planner: SavePlanner) -> list[str]:
+    def _hidden_moments(self, plan: SavePlan, planner: SavePlanner) -> list[Degradation]:
         if any(isinstance(item, PairItem) for item in plan.items):
             return []
         hidden = moments_hidden(planner)
         byte_items = {item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO}
-        return [
-            f"hidden: 0 moments seen: {key!r} is a whole optimizer as one value; flatten_state_dict=True shows them"
-            for key in hidden
-            if key in byte_items
-        ]
+        text = "0 moments seen, a whole optimizer is one value; flatten_state_dict=True would show them"
+        return [Degradation("hidden", text, (key,)) for key in hidden if key in byte_items]
 
 
 def report_of(manifest: Manifest) -> Report:
@@ -307,19 +303,6 @@ def _delete(store: Store, names: Iterable[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError):
             store.delete(name)
-
-
-def _said_once(parts: Iterable[RankPart]) -> list[str]:
-    """The ranks' warnings, one line for each kind of degradation."""
-    kinds: dict[str, dict[str, str]] = {}
-    for part in parts:
-        for line in part.warnings:
-            text = line.rpartition(" [")[0] or line
-            kinds.setdefault(line.partition(":")[0], {}).setdefault(text, line)
-    return [
-        first + (f" (and {len(others)} more causes like this one: see `reason` in the report)" if others else "")
-        for first, *others in (list(lines.values()) for lines in kinds.values())
-    ]
 
 
 @contextlib.contextmanager

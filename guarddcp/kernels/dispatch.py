@@ -105,7 +105,7 @@ def _encode(m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: 
 
     return int(
         numba_cpu.encode(
-            _flat(m), _flat(v), _flat(v).view(np.int32), r.reshape(-1), c, r.shape[1],
+            _flat(m).view(np.int32), _flat(v).view(np.int32), _flat(v), r.reshape(-1), c, r.shape[1],
             params.levels_per_octave, params.level_min, params.delta_reciprocal, params.code_max, params.v_min, params.v_max,
             _flat(planes.low_v), _flat(planes.high_v), planes.two_v, _flat(planes.low_q), _flat(planes.high_q), planes.two_q,
         )

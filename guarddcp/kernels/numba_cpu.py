@@ -110,11 +110,12 @@ def _count_negative(bits):
 
 
 @_jit
-def _codes(m, v, bits, delta_reciprocal, out):
-    for j in range(m.size):
-        code = np.rint(m[j] / np.sqrt(v[j]) * delta_reciprocal)
+def _codes(m_bits, v_bits, delta_reciprocal, out):
+    for j in range(m_bits.size):
+        code = np.rint(_as_float(m_bits[j]) / np.sqrt(_as_float(v_bits[j])) * delta_reciprocal)
         code = code if abs(code) <= _RESIDUAL_MAX else _TOO_LARGE
-        out[j] = _ZERO_MARK if (bits[j] == 0) & (m[j] == _F(0)) else code
+        # By bits: where subnormals are flushed to zero, a subnormal m would compare equal to 0 and be lost.
+        out[j] = _ZERO_MARK if (v_bits[j] == 0) & (_I(m_bits[j] & _I(0x7FFFFFFF)) == 0) else code
 
 
 @_jit
@@ -161,10 +162,11 @@ def _write_high_q(symbol_v, code, high):
 
 @_entry(
     _i64,
-    _in_f32, _in_f32, _in_i32, _in_f32, _in_f32, _i64, *(_f32,) * 6, _out_u8, _out_u8, _bool, _out_u8, _out_u8, _bool,
+    _in_i32, _in_i32, _in_f32, _in_f32, _in_f32, _i64, *(_f32,) * 6,
+    _out_u8, _out_u8, _bool, _out_u8, _out_u8, _bool,
 )  # fmt: skip
 def encode(
-    m, v, bits, r, c, period, octave, level_min, delta_reciprocal, code_max, v_min, v_max,
+    m_bits, v_bits, v, r, c, period, octave, level_min, delta_reciprocal, code_max, v_min, v_max,
     low_v, high_v, two_v, low_q, high_q, two_q,
 ):  # fmt: skip
     """Write the planes asked for; return how many coordinates escaped for want of a second plane."""
@@ -178,12 +180,12 @@ def encode(
     code = np.empty(_SEGMENT, np.float32)
     symbol = np.empty(_SEGMENT, np.int32)
     wide = 0
-    for a in range(0, m.size, _SEGMENT):
-        z = min(a + _SEGMENT, m.size)
+    for a in range(0, v.size, _SEGMENT):
+        z = min(a + _SEGMENT, v.size)
         n = z - a
         _predict(r, c, period, a, prediction[:n])
-        _levels(bits[a:z], octave, level[:n])
-        _codes(m[a:z], v[a:z], bits[a:z], delta_reciprocal, code[:n])
+        _levels(v_bits[a:z], octave, level[:n])
+        _codes(m_bits[a:z], v_bits[a:z], delta_reciprocal, code[:n])
         _symbols_v(
             level[:n], code[:n], prediction[:n], v[a:z], v_min, v_max, code_max, level_min,
             least_v, most_v, least_q, most_q, symbol[:n],

@@ -88,7 +88,8 @@ def encode(
             & (level >= params.level_min)
         )
         coded = codable & _fits(residual, two_v) & _fits(code, two_q)
-        zero = (v.view(np.int32) == 0) & (m == 0)
+        # By bits: where subnormals are flushed to zero, a subnormal m would compare equal to 0 and be lost.
+        zero = (v.view(np.int32) == 0) & (m.view(np.int32) & 0x7FFFFFFF == 0)
         reserved = np.where(zero, ZERO, ESCAPE)
         symbols_v = np.where(coded, residual + _F(CENTRE), reserved).astype(np.int32).astype(np.uint16)
         symbols_q = np.where(coded, code + _F(CENTRE), _F(CENTRE)).astype(np.int32).astype(np.uint16)
@@ -159,5 +160,5 @@ def count_wrong(m: np.ndarray, v: np.ndarray, m_hat: np.ndarray, v_hat: np.ndarr
         inside = (v >= v_hat * params.ratio_min) & (v <= v_hat * params.ratio_max) & (deviation <= params.deviation_max)
     m_bits, v_bits, m_hat_bits, v_hat_bits = (x.view(np.int32) for x in (m, v, m_hat, v_hat))
     same = (m_bits == m_hat_bits) & (v_bits == v_hat_bits)
-    zero = (v_bits == 0) & (v_hat_bits == 0) & (m == 0) & (m_hat_bits == 0)
+    zero = (v_bits == 0) & (v_hat_bits == 0) & (m_bits & 0x7FFFFFFF == 0) & (m_hat_bits == 0)
     return int(np.count_nonzero(~(inside | same | zero)))

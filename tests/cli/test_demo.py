@@ -161,7 +161,7 @@ def test_nothing_guarded_is_said():
     ],
 )
 def test_every_broken_promise_is_named_and_fails(monkeypatch, capsys, figures, words):
-    monkeypatch.setattr(demo, "_measure", lambda job, progress: outcome(**figures))
+    monkeypatch.setattr(demo, "_measure", lambda *_: outcome(**figures))
     assert run_demo(guard=Guard(), keep=None, steps=120, more=2, size="tiny", as_json=False) == 1
     shown = capsys.readouterr().out
     assert f"PROMISE BROKEN: {words}" in shown

@@ -109,3 +109,13 @@ def test_module_is_the_command_and_help_loads_no_torch():
     assert "guarddcp.cli.main" in shown.stderr
     loaded = {line.rsplit("|", 1)[-1].strip() for line in shown.stderr.splitlines()}
     assert not loaded & {"torch.distributed.checkpoint", "numba"}
+
+
+def test_a_reader_that_leaves_early_is_no_traceback():
+    script = "import sys; from guarddcp.cli import main as m; sys.exit(m.main(['demo']))"
+    stand_in = "import sys, types; d = types.ModuleType('d'); d.run_demo = lambda **_: print('x' * 10**6) or 0; "
+    script = stand_in + "sys.modules['guarddcp.cli.demo'] = d; " + script
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

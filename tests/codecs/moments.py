@@ -56,7 +56,7 @@ def blocks_of(x: np.ndarray, layout: Layout) -> list[np.ndarray]:
 def fitted(v: np.ndarray, layout: Layout, cert: Certificate) -> RowCol:
     """The predictor that a save would find."""
     params, pairs = ratio.params_of(cert), zip(layout.frames(), blocks_of(v, layout), strict=True)
-    return RowCol.combine(layout, [RowCol.fit_frame(block, frame, layout, params) for frame, block in pairs])
+    return RowCol.combine(layout, [RowCol.fit_frame(block, frame, layout, params) for frame, block in pairs], params)
 
 
 def encode(m: np.ndarray, v: np.ndarray, cert: Certificate, frame_coordinates: int = 1 << 20) -> Coded:
@@ -109,10 +109,12 @@ def outside(m, v, m_hat, v_hat, cert: Certificate) -> np.ndarray:
     return ~(exact | zero | inside)
 
 
-def round_trip(m: np.ndarray, v: np.ndarray, cert: Certificate, **options) -> tuple[np.ndarray, np.ndarray, Coded]:
+def round_trip(
+    m: np.ndarray, v: np.ndarray, cert: Certificate, frame_coordinates: int = 1 << 20
+) -> tuple[np.ndarray, np.ndarray, Coded]:
     """Encode, decode, and hold every coordinate against the oracle."""
     m, v = np.asarray(m, np.float32), np.asarray(v, np.float32)
-    coded = encode(m, v, cert, **options)
+    coded = encode(m, v, cert, frame_coordinates)
     assert coded.failed == 0
     m_hat, v_hat = decode(coded)
     assert not outside(m, v, m_hat, v_hat, cert).any()

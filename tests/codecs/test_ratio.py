@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 from edge_values import EDGES, edge_pairs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,6 +225,25 @@ def test_minus_zero_m_is_no_escape():
     m_hat, _, coded = round_trip(m, v, cert)
     assert causes(coded) == {}
     assert not m_hat.view(np.uint32).any()
+
+
+@pytest.fixture
+def flush_to_zero():
+    """What torch.set_flush_denormal does to the whole thread: subnormals compare equal to zero."""
+    yield torch.set_flush_denormal(True)
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_subnormals_survive_where_arithmetic_flushes_them(flush_to_zero, backend, monkeypatch):
+    monkeypatch.setenv("GUARDDCP_KERNELS", backend)
+    m, v = trained((16, 300), certificate(), spread=0.5)
+    m.view(np.uint32)[:6], v.view(np.uint32)[:6] = 4, np.array([0, 0, 9, 9, 0x01000000, 0x01000000])[:, None]
+    coded = encode(m, v, certificate())
+    m_hat, v_hat = decode(coded)
+    assert (coded.failed, coded.escapes.sum()) == (0, 4 * 300)
+    assert same_bits(m_hat, m)[:4].all()
+    assert same_bits(v_hat, v)[:4].all()
 
 
 def test_all_escapes_at_once():

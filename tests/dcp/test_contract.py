@@ -69,6 +69,18 @@ def test_plan_caching_stores_the_values_of_each_save(tmp_path: Path) -> None:
         assert metadata.state_dict_metadata == GuardedReader(path).read_metadata().state_dict_metadata
 
 
+def test_plan_cached_by_the_stock_writer_is_coded_too(tmp_path: Path) -> None:
+    class Shared(DefaultSavePlanner):
+        pass
+
+    live = {"optim": adam().state_dict()}
+    dcp.save(live, storage_writer=FileSystemWriter(tmp_path / "stock"), planner=Shared(enable_plan_caching=True))
+    writer = GuardedWriter(tmp_path / "ours")
+    metadata = dcp.save(live, storage_writer=writer, planner=Shared(enable_plan_caching=True))
+    assert metadata.guard_report.moments.coordinates == 1800
+    assert verify(tmp_path / "ours").ok
+
+
 def test_dtype_that_changed_behind_a_cached_plan_is_refused(tmp_path: Path) -> None:
     class Blind(DefaultSavePlanner):
         pass

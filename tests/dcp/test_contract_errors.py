@@ -128,6 +128,18 @@ def test_errors_inside_write_data_are_wrapped_and_take_back_that_ranks_file(tmp_
     assert verify(tmp_path / "after").ok
 
 
+def test_error_of_the_last_fsync_is_wrapped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(self: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalWriter, "_close", close)
+    error = failure(dcp.save, job(), storage_writer=GuardedWriter(tmp_path / "ck"))
+    assert type(error) is GuardError
+    assert str(error).startswith(f"rank 0, {tmp_path}/ck/")
+    assert ".gdcp: could not write: OSError: [Errno 5] Input/output error" in str(error)
+    assert files(tmp_path / "ck") == []
+
+
 # ---- reading
 
 

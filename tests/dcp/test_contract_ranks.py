@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,25 @@ def test_unlike_replicas_missing_collectives_and_missing_paths(tmp_path: Path) -
     run_ranks(3, unlike, str(tmp_path))
     assert list(tmp_path.glob("replicas/*")) == []
     assert not (tmp_path / "collectives").exists()
+
+
+def degraded(rank: int, num_ranks: int, path: str) -> tuple[list[str], list[str]]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("guarddcp").addHandler(handler)
+    live = {"optim": adam(amsgrad=True).state_dict(), f"odd{rank}": range(rank)}
+    metadata = dcp.save(live, storage_writer=GuardedWriter(path))
+    return heard, metadata.guard_report.warnings
+
+
+def test_degradations_are_said_once_for_all_ranks(tmp_path: Path) -> None:
+    heard, warnings = zip(*run_ranks(3, degraded, str(tmp_path / "ck")), strict=True)
+    assert heard[1] == heard[2] == []
+    assert heard[0] == [f"{tmp_path / 'ck'}: {line}" for line in warnings[0]]
+    assert warnings[0] == warnings[1] == warnings[2]
+    assert sorted(line.partition(":")[0] for line in warnings[0]) == ["amsgrad", "pickle"]
+    assert any(line.endswith("[odd0, odd1, odd2]") for line in warnings[0])
 
 
 def existing(rank: int, num_ranks: int, path: str) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from guarddcp import Guard, GuardedReader, GuardedWriter, inspect_checkpoint, verify
+from guarddcp.dcp import saving
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -185,20 +186,25 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def reshard_all(rank: int, num_ranks: int, path: str) -> dict[str, Any]:
-    """Save on every mesh; load each on the next mesh: exactly, and guarded. Returns reports and guarded states."""
+    """Save on every mesh; load each on the next mesh: exactly, and guarded. Returns reports and guarded states.
+
+    In tiny frames: shards of many frames, frames of part of a row, boxes that cut frames.
+    """
+    saving.EXACT_FRAME_BYTES, saving.SMALL_BYTES, saving.ratio.FRAME_COORDINATES = 600, 100, 90
     out: dict[str, Any] = {}
     layouts = list(meshes(rank, num_ranks).items())
     for (name, (mesh, placements)), (_, other) in zip(layouts, layouts[1:] + layouts[:1], strict=True):
         state = sharded(tensors(), mesh, placements)
         for writer in ({}, EXACT):
             here = f"{path}/{name} {bool(writer)}"
-            report = dcp.save(state, storage_writer=GuardedWriter(here, **writer)).guard_report
+            metadata = dcp.save(state, storage_writer=GuardedWriter(here, **writer))
+            assert metadata.state_dict_metadata == GuardedReader(here).read_metadata().state_dict_metadata, name
             target = sharded(tensors(0.0), *other)
             dcp.load(target, storage_reader=GuardedReader(here))
             if writer:
                 assert_same(whole(target), tensors(), f"{name} rank {rank}")
             else:
-                out[name] = report.to_dict(), dump(whole(target))
+                out[name] = metadata.guard_report.to_dict(), dump(whole(target))
     return out
 
 
@@ -222,6 +228,9 @@ def test_uneven_and_empty_shards_from_mesh_to_mesh(resharded: tuple[str, Any], m
     )
     assert counted == sum(math.prod(size) for size in SIZES)
     restored = undump(state)
+    alone = {"state": blank(tensors())}
+    dcp.load(alone, storage_reader=GuardedReader(f"{path}/{mesh} False"))
+    assert_same(restored, alone["state"])  # whatever the mesh, the same bits
     for name, entry in tensors().items():
         q, q_restored = (e["exp_avg"] / e["exp_avg_sq"].sqrt() for e in (entry, restored[name]))
         assert float((q - q_restored).abs().max()) < 0.1, name

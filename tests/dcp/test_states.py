@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from jobs import assert_same, failure, round_trip, said
+from jobs import adam, assert_same, failure, round_trip, said
 from torch import nn
 
-from guarddcp import GuardedReader, GuardedWriter, verify
+from guarddcp import GuardedReader, GuardedWriter, inspect_checkpoint, verify
 from guarddcp.container.value_types import TENSOR_DTYPES
 from guarddcp.dcp.saving import SMALL_BYTES
 from guarddcp.errors import GuardError
@@ -117,9 +117,15 @@ def test_parameters_that_require_grad_are_filled_in_place(tmp_path: Path) -> Non
 def test_default_device_of_the_caller_diverts_nothing(tmp_path: Path, elements: int) -> None:
     state = {"x": torch.randn(elements), "t": torch.randn(elements, 2).T, "value": (torch.ones(2), 1)}
     target = {"x": torch.zeros(elements), "t": torch.zeros(elements, 2).T, "value": None}
+    optim = adam(shapes=((elements // 10, 10),)).state_dict()
+    for name in ("exp_avg", "exp_avg_sq"):
+        optim["state"][0][name] = optim["state"][0][name].T.contiguous().T
+    dcp.save({"optim": optim}, storage_writer=GuardedWriter(tmp_path / "without"))
     with torch.device("meta"):
         loaded, _ = round_trip(state, tmp_path / "ck", target=target)
+        metadata = dcp.save({"optim": optim}, storage_writer=GuardedWriter(tmp_path / "with"))
     assert_same(loaded, state)
+    assert metadata.guard_report.moments == inspect_checkpoint(tmp_path / "without").moments
 
 
 def test_sparse_tensors_are_restored_from_their_pickle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,6 +67,7 @@ def test_plain_python_resumes_what_two_ranks_saved(trained):
         assert loss == pytest.approx(losses(output)[step], abs=0.002)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_two_nodes_restore_on_four_ranks(trained):
     path = str(trained[0] / "step-8")
     with socket.socket() as free:
