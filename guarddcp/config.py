@@ -55,12 +55,13 @@ class Guard:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
         if self.max_grad_norm is not None:
             raise ValueError(
-                f"max_grad_norm has no meaning with codec {self.codec!r}: its certificate holds for every gradient. Leave it out."
+                f"max_grad_norm has no meaning with codec {self.codec!r}: its certificate holds for every gradient. "
+                "Leave it out."
             )
         if self.strict_parameter:
             raise ValueError(
-                f"strict_parameter has no meaning with codec {self.codec!r}: it bounds the update, before it is rounded "
-                "into the parameter. Leave it out."
+                f"strict_parameter has no meaning with codec {self.codec!r}: it bounds the update, before it is "
+                "rounded into the parameter. Leave it out."
             )
 
     @classmethod

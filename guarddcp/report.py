@@ -31,9 +31,12 @@ class Totals:
 
 @dataclass
 class ParameterReport(Totals):
-    """One parameter's moments, or one other tensor. ``shape``: of the global tensor. ``evidence``: "proved" or "exact"; "mixed" if
-    its shards differ. ``certified_bound``: the largest of its shards, in units of lr; None without a certificate. ``reason``: why
-    moments are exact. ``failed_frames``: stored exactly after a failed self-check."""
+    """One parameter's moments, or one other tensor.
+
+    ``shape``: of the global tensor. ``evidence``: "proved" or "exact"; "mixed" if its shards differ.
+    ``certified_bound``: the largest of its shards, in units of lr; None without a certificate. ``reason``: why moments
+    are exact. ``failed_frames``: stored exactly after a failed self-check.
+    """
 
     shape: tuple[int, ...] = ()
     codec: str = "exact"

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def run_bench_codec(files: list[str], *, as_json: bool) -> int:
     torch.set_num_threads(1)
     results = []
     for name, state in _states(files):
-        results.append({"state": name, **measure_state(state, lambda text, name=name: _say(f"{name}: {text}"))})
+        results.append({"state": name, **measure_state(state, _teller(name))})
     outcome = {"machine": machine(), "states": results}
     print(json.dumps(outcome, indent=2) if as_json else "\n".join(render(outcome)))
     return 0
@@ -58,6 +59,10 @@ def machine() -> dict[str, Any]:
             model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": model or platform.processor(), "cores": cores, "torch": torch.__version__, "numpy": np.__version__}
+
+
+def _teller(name: str) -> Callable[[str], None]:
+    return lambda text: _say(f"{name}: {text}")
 
 
 def _say(text: str) -> None:
@@ -225,9 +230,9 @@ def _speeds(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Adam, step: in
     for _ in range(ROUNDS):
         times["copy"].append(_timed(lambda: _copy(big, target)))
         times["encode"].append(_timed(lambda: [pair.encode(rule, step, guard) for pair in big]))
-        times["decode"].append(_timed(lambda: [one.decode(scratch) for one in encoded]))
+        times["decode"].append(_timed(lambda: _decode_all(encoded, scratch)))
         for threads in (1, 2):
-            times[f"encode{threads}"].append(_timed(lambda n=threads: _encode_on_threads(encoded, n)))
+            times[f"encode{threads}"].append(_timed(partial(_encode_on_threads, encoded, threads)))
     copy, one, two = times["copy"], times["encode1"], times["encode2"]
     return {
         "raw_bytes": raw,
@@ -238,6 +243,11 @@ def _speeds(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Adam, step: in
         "decode_over_copy": _ratio(copy, times["decode"]),
         "two_threads_over_one": _ratio(one, two),
     }
+
+
+def _decode_all(encoded: list[_Encoded], buffer: np.ndarray) -> None:
+    for one in encoded:
+        one.decode(buffer)
 
 
 def _ratio(a: list[float], b: list[float]) -> float:
@@ -265,9 +275,7 @@ def _encode_on_threads(encoded: list[_Encoded], threads: int) -> None:
     with OrderedPool(threads) as pool:
         for one in encoded:
             for number in range(one.pair.layout.num_frames):
-                pool.submit(
-                    lambda one=one, n=number: one.pair.encode_frame(n, one.predictor, one.params), lambda _: None
-                )
+                pool.submit(partial(one.pair.encode_frame, number, one.predictor, one.params), lambda _: None)
         pool.drain()
 
 

@@ -24,7 +24,7 @@ from guarddcp.errors import CheckpointExistsError
 from guarddcp.report import Report
 
 if TYPE_CHECKING:
-    from guarddcp.cli.job import Job, Resumed, Saved
+    from guarddcp.cli.job import Distance, Job, Resumed, Saved
     from guarddcp.cli.probe import Deviation
 
 __all__ = ["Outcome", "run_demo"]
@@ -85,8 +85,8 @@ class Outcome:
             "next_step_one_rank": dataclasses.asdict(self.one.deviations[0]),
             "largest_of_all_steps": self.later,
             "loss": {"native": many.native_losses, "restored": many.restored_losses},
-            "parameter_distance": many.distance,
-            "parameter_travel": many.travelled,
+            "parameter_distance": dataclasses.asdict(many.distance),
+            "parameter_travel": dataclasses.asdict(many.travelled),
             "lr": self.job.lr,
             "bytes": {**sizes, "plain_total": self.plain_bytes, "certified_total": self.certified_bytes},
             "verified": {
@@ -183,8 +183,9 @@ def render(outcome: Outcome, keep: str | None) -> list[str]:
         f"{'Each run on its own gradients':<45}{'native':>14}{'restored':>14}",
         _loss_row(job.steps + 1, many, 0),
         _loss_row(job.steps + job.more, many, -1),
-        _value_row("largest distance of a parameter between the runs, in lr", many.distance / lr),
-        _value_row("largest distance of a parameter from the save, in lr", many.travelled / lr),
+        f"{'Parameters after that, in units of lr':<45}{'largest':>14}{'RMS':>14}",
+        _distance_row("distance between the runs", many.distance, lr),
+        _distance_row("distance of the native run from the save", many.travelled, lr),
         "",
     ]
     rows += [f"Note: {line}" for line in saved.warnings]
@@ -217,6 +218,10 @@ def _size_row(name: str, raw: int, stored: int) -> str:
 
 def _value_row(name: str, value: float) -> str:
     return f"  {name:<57}{value:>14.7f}"
+
+
+def _distance_row(name: str, distance: Distance, lr: float) -> str:
+    return f"  {name:<43}{distance.largest / lr:>14.4f}{distance.rms / lr:>14.4f}"
 
 
 def _loss_row(step: int, resumed: Resumed, position: int) -> str:

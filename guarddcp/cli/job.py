@@ -27,7 +27,7 @@ from guarddcp.cli.gpt import GPT, SIZES, Batches, adamw, load_corpus, loss_of, p
 from guarddcp.cli.probe import Deviation, UpdateProbe, compare_updates, local
 from guarddcp.cli.ranks import Say
 
-__all__ = ["Job", "Resumed", "Saved", "ready", "resume", "train_and_save"]
+__all__ = ["Distance", "Job", "Resumed", "Saved", "ready", "resume", "train_and_save"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,10 +39,10 @@ class Job:
     certified: str
     plain: str
     size: str = "demo"
-    steps: int = 100
+    steps: int = 120
     more: int = 50
     seed: int = 0
-    lr: float = 1e-3
+    lr: float = 5e-4
     guard: Guard
 
 
@@ -62,6 +62,14 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Between two sets of parameters, over all of them."""
+
+    largest: float
+    rms: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resumed:
     """What a rank of a resumed job reports; ``deviations`` has one entry per common step."""
 
@@ -70,8 +78,8 @@ class Resumed:
     deviations: list[Deviation]
     native_losses: list[float]
     restored_losses: list[float]
-    distance: float
-    travelled: float
+    distance: Distance
+    travelled: Distance
     certified_bound: float | None
     seconds: dict[str, float]
 
@@ -207,8 +215,8 @@ def resume(say: Say, job: Job, more: int) -> Resumed:
         deviations=deviations,
         native_losses=native_losses,
         restored_losses=restored_losses,
-        distance=largest_distance(native.weights(), restored.weights()),
-        travelled=largest_distance(native.weights(), origin),
+        distance=distance(native.weights(), restored.weights()),
+        travelled=distance(native.weights(), origin),
         certified_bound=reader.report.certified_bound,
         seconds=clock.seconds,
     )
@@ -275,12 +283,14 @@ def moment_digests(state: dict[str, Any]) -> dict[str, str]:
     return digests
 
 
-def largest_distance(one: list[Tensor], other: list[Tensor]) -> float:
-    """Largest absolute difference of two lists of local shards over all ranks. Collective."""
-    gaps = [(a - b).abs().max() for a, b in zip(one, other, strict=True) if a.numel()]
-    largest = torch.stack([torch.zeros(()), *gaps]).max()
+def distance(one: list[Tensor], other: list[Tensor]) -> Distance:
+    """Largest and RMS difference of two lists of local shards over all ranks. Collective."""
+    gaps = torch.cat([(a - b).flatten() for a, b in zip(one, other, strict=True)]).double()
+    largest = torch.cat([gaps.abs(), torch.zeros(1)]).max()
+    sums = torch.stack([gaps.square().sum(), torch.tensor(float(gaps.numel()))])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
+    dist.all_reduce(sums)
+    return Distance(largest=largest.item(), rms=(sums[0] / sums[1]).sqrt().item())
 
 
 class Clock:

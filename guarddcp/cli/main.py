@@ -61,11 +61,11 @@ def _add_demo(commands: Any) -> None:
         "--horizon", type=_horizon, default="all", metavar="H", help='later steps covered: "all" or a number'
     )
     demo.add_argument(
-        "--steps", type=_positive_int, default=100, metavar="N", help="training steps before the save (100)"
+        "--steps", type=_positive_int, default=120, metavar="N", help="training steps before the save (120)"
     )
     demo.add_argument("--more-steps", type=_positive_int, default=50, metavar="N", help="steps after the restore (50)")
     demo.add_argument(
-        "--size", choices=("tiny", "demo", "full"), default="demo", help="model size (demo: 3.3 M parameters)"
+        "--size", choices=("tiny", "demo", "full"), default="demo", help="model size (demo: 1.9 M parameters)"
     )
     demo.add_argument("--json", action="store_true", help="print the result as JSON")
     demo.set_defaults(run=_demo)

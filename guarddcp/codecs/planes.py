@@ -49,9 +49,9 @@ def pack_plane(plane: np.ndarray, *, probe: bool = True) -> tuple[int, bytes | n
     if probe and flat.size > 4 * _PROBE_BYTES:
         pieces = flat[: flat.size // _PROBES * _PROBES].reshape(_PROBES, -1)
         sample = pieces[:, : _PROBE_BYTES // _PROBES].copy()
-        if len(compressor.compress(sample)) > _PAYS * sample.size:
+        if len(compressor.compress(sample.data)) > _PAYS * sample.size:
             return RAW, flat
-    packed = compressor.compress(flat)
+    packed = compressor.compress(flat.data)
     return (ZSTD, packed) if len(packed) <= _PAYS * flat.size else (RAW, flat)
 
 
@@ -105,7 +105,7 @@ def _unpack(coder: int, stored: memoryview, raw_length: int, where: str) -> np.n
 
 
 def encode_exact(raw: np.ndarray, item_bytes: int, *, rotate: bool) -> list[bytes | np.ndarray]:
-    """Buffers of one exact frame from the uint8 bytes of items of ``item_bytes``; ``rotate`` for floats of 2 or 4 bytes."""
+    """Buffers of one exact frame from the bytes (uint8) of items of ``item_bytes``; ``rotate``: floats of 2 or 4."""
     planes = split_items(raw, item_bytes, rotate)
     packed = [pack_plane(plane) for plane in planes]
     head = _HEAD.pack(int(rotate), item_bytes, 0, raw.size, xxhash.xxh3_64_intdigest(raw))

@@ -1,4 +1,4 @@
-"""Codec `ratio`: v on a logarithmic lattice, q = m/sqrt(v) on a uniform one, both inside a certified cell (FORMAT.md 4).
+"""Codec `ratio`: v on a logarithmic lattice, q = m/sqrt(v) on a uniform one, in a certified cell (FORMAT.md 4).
 
 Save, per shard:   choose_certificate -> RowCol.fit_frame per frame -> RowCol.combine -> side data
                    encode_frame per frame: kernel -> planes -> decode -> check against the original -> zstd
@@ -177,8 +177,8 @@ def decode_frame(
 ) -> None:
     """Decode one frame into m, v: float32, C-contiguous (frame.rows, frame.columns).
 
-    Raises FormatError for a frame that does not parse, IntegrityError for codes out of range, a wrong number of escapes, or (unless
-    ``digest`` is False) decoded moments that are not those the writer checked.
+    Raises FormatError for a frame that does not parse, IntegrityError for codes out of range, a wrong number of
+    escapes, or (unless ``digest`` is False) decoded moments that are not those the writer checked.
     """
     if len(payload) < _HEAD.size:
         raise FormatError("frame is cut off", where=where, expected=f">= {_HEAD.size} bytes", got=len(payload))

@@ -44,7 +44,7 @@ def footer_seed(nonce: bytes) -> int:
     return checksum(nonce)
 
 
-def compress(data: bytes | memoryview | np.ndarray, level: int = 1) -> bytes:
+def compress(data: bytes | memoryview, level: int = 1) -> bytes:
     """One zstd frame with content size and content checksum."""
     return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -236,7 +236,7 @@ def build(
     )
 
 
-def _stack(names: tuple[str, ...], rows: list[tuple[int, ...]]) -> dict[str, np.ndarray]:
+def _stack(names: tuple[str, ...], rows: Sequence[tuple[int, ...]]) -> dict[str, np.ndarray]:
     table = np.array(rows, np.int64).reshape(len(rows), len(names))
     return {name: table[:, i] for i, name in enumerate(names)}
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from guarddcp.codecs.ratio import CAUSES
 from guarddcp.codecs.view import View
+from guarddcp.config import Guard
 from guarddcp.container.datafile import FileEntry
 from guarddcp.container.layout import DATA_SUFFIX, HEADER_BYTES, NONCE_BYTES, TRAILER, VERSION
 from guarddcp.container.manifest import (
@@ -29,8 +30,8 @@ from guarddcp.errors import FormatError
 __all__ = ["parse_head", "validate"]
 
 _KEYS = (
-    "format", "writer", "created", "guard", "files", "entries", "groups", "views", "certificates", "privates", "reasons",
-    "causes", "planner_data", "storage_meta",
+    "format", "writer", "created", "guard", "files", "entries", "groups", "views", "certificates", "privates",
+    "reasons", "causes", "planner_data", "storage_meta",
 )  # fmt: skip
 _FILE_NAME = re.compile(r"[0-9a-f]{32}" + re.escape(DATA_SUFFIX))
 _SIZE_MAX = 1 << 62
@@ -58,7 +59,7 @@ def parse_head(text: bytes, *, where: str) -> Manifest:
     require(_whole(head["format"]) and head["format"] == VERSION, "unknown format", head["format"])
     for key in ("writer", "created", "planner_data", "storage_meta"):
         require(isinstance(head[key], str), f"{key} is no text", head[key])
-    require(isinstance(head["guard"], dict), "guard is no object", head["guard"])
+    _check_guard(head["guard"], require)
     for key in ("files", "entries", "groups", "views", "certificates", "privates", "reasons", "causes"):
         require(isinstance(head[key], list), f"{key} is no list", head[key])
     require(head["causes"] == list(CAUSES), "unknown escape causes", head["causes"])
@@ -90,10 +91,23 @@ def _json(text: bytes, where: str) -> Any:
             raise ValueError("a key occurs twice")
         return found
 
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"{number[:20]} is no number")
+        return value
+
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"head is no JSON ({error})", where=where) from error
+
+
+def _check_guard(guard: Any, require: _Refuse) -> None:
+    require(isinstance(guard, dict), "guard is no object", guard)
+    try:
+        Guard.from_dict(guard)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"illegal guard: {error}", where=require.where) from error
 
 
 def _whole(value: object, limit: int = _SIZE_MAX) -> bool:

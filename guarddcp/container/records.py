@@ -10,7 +10,8 @@ from guarddcp.codecs.view import View
 from guarddcp.container.datafile import FileEntry
 
 __all__ = [
-    "EXACT", "IN_PACK", "PACKED", "PICKLED", "RATIO", "TREE", "PackRecord", "RankPart", "ShardRecord", "TensorEntry", "ValueEntry", "ValueRecord",
+    "EXACT", "IN_PACK", "PACKED", "PICKLED", "RATIO", "TREE",
+    "PackRecord", "RankPart", "ShardRecord", "TensorEntry", "ValueEntry", "ValueRecord",
 ]  # fmt: skip
 
 EXACT, RATIO = 0, 1
@@ -39,9 +40,10 @@ class ValueEntry:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One stored chunk. ``members``: (role, key); ``file``, ``record``, ``bytes``: where its record lies, how long it is.
+    """One stored chunk. ``members``: (role, key); ``file``, ``record``, ``bytes``: where its record is, how long.
 
-    A shard in a pack has ``pack`` >= 0 and takes ``bytes`` of the pack's raw bytes from ``pack_begin``; its ``file`` is 0.
+    A shard in a pack has ``pack`` >= 0 and takes ``bytes`` of the pack's raw bytes from ``pack_begin``; its ``file`` is
+    0.
     ``file`` and ``pack`` count within the rank until the manifest renumbers them. ``reason``: "slug: why" a moment is
     exact, or "".
     """

@@ -3,13 +3,14 @@
 every rank    reset, read_metadata   the manifest; an error is kept, for DCP would hide its type
 every rank    set_up_storage_reader  and raised here
 every rank    prepare_local_plan     certificates are proved; an error still stops all ranks before any target changes
-coordinator   prepare_global_plan
+coordinator   prepare_global_plan    all ranks have read the same manifest
 every rank    read_data              loading.RankLoad
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from guarddcp.container.layout import checksum
 from guarddcp.container.manifest import Manifest
 from guarddcp.container.summary import summarise
 from guarddcp.dcp.fetching import Fetcher
@@ -118,10 +120,25 @@ class GuardedReader(StorageReader):
             load.prove(plan)
             if self.verify == "before":
                 load.check_all(plan)
-        return plan
+        return dataclasses.replace(plan, storage_data=self._identity())
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        # Every rank has read the manifest by itself, one perhaps before it was replaced and another after.
+        found = {plan.storage_data for plan in plans if plan.storage_data is not None}
+        if len(found) > 1:
+            raise IntegrityError(
+                "the checkpoint was overwritten while the ranks read its manifest",
+                where=self.path,
+                expected="one checkpoint on all ranks",
+                got=f"{len(found)} of them",
+                hint="Load again: no target was changed",
+            )
         return plans
+
+    def _identity(self) -> str:
+        """Short, and different for every save: its data files have random names."""
+        assert self._manifest is not None
+        return f"{checksum(''.join(entry.name for entry in self._manifest.files).encode()):016x}"
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         manifest = self._manifest

@@ -38,7 +38,8 @@ class Planes:
     def flat(self, part: slice) -> Planes:
         """The planes of some flat coordinates, as one row."""
         planes = (self.low_v, self.high_v, self.low_q, self.high_q)
-        return Planes(*(plane.reshape(1, -1)[:, part] for plane in planes), self.two_v, self.two_q)
+        low_v, high_v, low_q, high_q = (plane.reshape(1, -1)[:, part] for plane in planes)
+        return Planes(low_v, high_v, low_q, high_q, self.two_v, self.two_q)
 
 
 def backend() -> str:
@@ -106,8 +107,10 @@ def _encode(m: np.ndarray, v: np.ndarray, r: np.ndarray, c: np.ndarray, params: 
     return int(
         numba_cpu.encode(
             _flat(m).view(np.int32), _flat(v).view(np.int32), _flat(v), r.reshape(-1), c, r.shape[1],
-            params.levels_per_octave, params.level_min, params.delta_reciprocal, params.code_max, params.v_min, params.v_max,
-            _flat(planes.low_v), _flat(planes.high_v), planes.two_v, _flat(planes.low_q), _flat(planes.high_q), planes.two_q,
+            params.levels_per_octave, params.level_min, params.delta_reciprocal, params.code_max,
+            params.v_min, params.v_max,
+            _flat(planes.low_v), _flat(planes.high_v), planes.two_v,
+            _flat(planes.low_q), _flat(planes.high_q), planes.two_q,
         )
     )  # fmt: skip
 
@@ -138,8 +141,8 @@ def decode_and_check(
 ) -> tuple[int, int]:
     """Decode the flat coordinates ``part`` of a block, put escapes back from m, v, and check every coordinate.
 
-    ``planes``, r, c: of the whole block. m, v, m_hat, v_hat: flat, of the part alone. Returns the number of coordinates that are out
-    of range, or outside their cell and not exact (`reference.count_wrong`), and the number of escapes.
+    ``planes``, r, c: of the whole block. m, v, m_hat, v_hat: flat, of the part alone. Returns the number of coordinates
+    that are out of range, or outside their cell and not exact (`reference.count_wrong`), and the number of escapes.
     """
     flat = planes.flat(part)
     if backend() == "reference":
@@ -161,7 +164,7 @@ def decode_and_check(
 
 def _flat(array: np.ndarray) -> np.ndarray:
     flat = array.reshape(-1)
-    assert flat.base is not None and array.flags.c_contiguous, "kernel arrays are C-contiguous"
+    assert array.flags.c_contiguous, "kernel arrays are C-contiguous: a copy would be written in their place"
     return flat
 
 

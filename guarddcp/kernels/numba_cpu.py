@@ -216,8 +216,8 @@ def _residual_two(low, high, out):
 def _place(
     residual, code, prediction, escape, octave, octave_reciprocal, level_min, level_max, code_max, fraction, exponent
 ):
-    """Fraction j/S and exponent field of each level. Together they give +0 for reserved symbols (residual <= escape), and a sign
-    bit for codes out of range."""
+    """Fraction j/S and exponent field of each level. Together they give +0 for reserved symbols (residual <= escape),
+    and a sign bit for codes out of range."""
     for j in range(residual.size):
         x = prediction[j] + residual[j]
         good = (x >= level_min) & (x <= level_max) & (abs(code[j]) <= code_max)

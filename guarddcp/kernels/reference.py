@@ -1,8 +1,8 @@
 """NumPy reference of the ratio coder: the definition that every other kernel must match byte for byte.
 
 Arrays of a block are 2-D (rows, columns), float32, C-contiguous; r (rows, period) and c (columns,) are the predictor's
-integer levels as float32. Every operation is one correctly rounded float32 operation, an exact integer one, nothing else:
-no fused multiply-add and no library logarithm decides anything. (Codes of the m side are float32 integers
+integer levels as float32. Every operation is one correctly rounded float32 operation or an exact integer one: no fused
+multiply-add and no library logarithm decides anything. (Codes of the m side are float32 integers
 in units of delta, levels of the v side float32 integers in units of 1/S octave; see NOTES.md.)
 """
 
@@ -19,7 +19,7 @@ _F = np.float32
 
 
 def levels(v: np.ndarray, params: CoderParams) -> np.ndarray:
-    """L = E*S + rint(p*S), p the polynomial log2 of the mantissa; float32 integers (meaningless where v is no normal)."""
+    """L = E*S + rint(p*S), p the polynomial log2 of the mantissa; float32 integers (v must be normal)."""
     bits = v.view(np.int32)
     f = ((bits & 0x7FFFFF) | 0x3F800000).view(_F) - _F(1)
     p = np.full_like(f, LOG2_POLYNOMIAL[-1])
@@ -31,7 +31,7 @@ def levels(v: np.ndarray, params: CoderParams) -> np.ndarray:
 
 
 def row_sums(v: np.ndarray, period: int, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and counts, int64 (rows, period), of the bits of valid v (in [v_min, v_max]) by row and column modulo period.
+    """Sums and counts, int64 (rows, period), of the bits of valid v (in [v_min, v_max]) by row and column mod period.
 
     The bits of a float are its log2, linear between powers of two: good enough for a mean, and nearly free.
     """
@@ -63,7 +63,7 @@ def _valid_bits(v: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndar
 
 
 def predict(r: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """r[row, column mod period] + c[column]: float32 integers (rows, columns) from r (rows, period) and c (columns,)."""
+    """r[row, column mod period] + c[column]: float32 integers (rows, columns); r (rows, period), c (columns,)."""
     return r[:, np.arange(c.size) % r.shape[1]] + c
 
 

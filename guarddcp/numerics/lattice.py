@@ -1,8 +1,8 @@
 """The logarithmic lattice on which second moments are coded: v^ = 2^(L/S).
 
 A lattice is named by S, its levels per octave, alone. Level L = E*S + j (0 <= j < S) stands for the float32
-``(1 + p(j/S)) * 2^E``, where p is EXP2_POLYNOMIAL in float32 Horner form, each product and sum rounded by itself: single
-IEEE operations, hence the same bits on every machine.
+``(1 + p(j/S)) * 2^E``, where p is EXP2_POLYNOMIAL in float32 Horner form, each product and sum rounded by itself:
+single IEEE operations, hence the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LOG2_POLYNOMIAL = tuple(
         0.19429431855678558, -0.07955773174762726, 0.015529917553067207,
     )
 )  # fmt: skip
-"""log2(1 + f) = f (c0 + c1 f + ... + c6 f^6) on [0, 1): minimax, within 4.4e-7 in float32. Only the encoder uses it: an error
-moves a decision between two levels, and `certificate.cell.H_MARGIN` allows for it."""
+"""log2(1 + f) = f (c0 + c1 f + ... + c6 f^6) on [0, 1): minimax, within 4.4e-7 in float32. Only the encoder uses it: an
+error moves a decision between two levels, and `certificate.cell.H_MARGIN` allows for it."""
 
 
 def level_range(levels_per_octave: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import pytest
 from guarddcp.cli import demo
 from guarddcp.cli.demo import Outcome, Progress, render, run_demo
 from guarddcp.cli.gpt import SIZES
-from guarddcp.cli.job import Job, Resumed, Saved
+from guarddcp.cli.job import Distance, Job, Resumed, Saved
 from guarddcp.cli.probe import Deviation
 from guarddcp.config import Guard
 from guarddcp.errors import CheckpointExistsError
@@ -71,8 +71,9 @@ def test_both_runs_go_on(demo_run):
     assert len(native) == len(restored) == MORE
     assert native[0] == restored[0]
     assert native[-1] == pytest.approx(restored[-1], abs=0.01)
-    assert 0 < result["parameter_distance"] / result["lr"] < MORE * 2 * 0.02 + 1
-    assert result["parameter_travel"] > result["parameter_distance"]
+    apart, travelled = result["parameter_distance"], result["parameter_travel"]
+    assert 0 < apart["rms"] < apart["largest"] < 0.5 * result["lr"]
+    assert result["lr"] < travelled["rms"] < travelled["largest"] < 2 * MORE * result["lr"]
 
 
 def test_progress_and_phases_are_shown(demo_run):
@@ -103,8 +104,8 @@ def outcome(*, largest=0.004, bound=0.0099, differing=(), one_digest="a"):
         deviations=[deviation, dataclasses.replace(deviation, largest=largest)],
         native_losses=[2.0, 1.9],
         restored_losses=[2.0, 1.91],
-        distance=2e-5,
-        travelled=3e-3,
+        distance=Distance(largest=2e-5, rms=1e-6),
+        travelled=Distance(largest=3e-3, rms=1e-3),
         certified_bound=bound,
         seconds={},
     )

@@ -97,9 +97,9 @@ def test_train_state_returns_a_trained_state():
     seen = []
     (state,) = run_ranks(1, _train, on_message=seen.append)
     assert [step for step, _ in seen] == list(range(1, 31))
-    assert state["loss"] == seen[-1][1] < 4.6 < math.log(256) < seen[0][1]
+    assert state["loss"] == seen[-1][1] < 4.9 < math.log(256) < seen[0][1]
     assert (state["step"], state["betas"], state["eps"]) == (30, (0.9, 0.95), 1e-8)
-    assert (state["lr"], state["weight_decay"]) == (1e-3, 0.1)
+    assert (state["lr"], state["weight_decay"]) == (5e-4, 0.1)
     names = set(state["params"])
     assert names == set(state["exp_avg"]) == set(state["exp_avg_sq"])
     for name in names:

@@ -229,6 +229,9 @@ def test_headers(sample, at, new, error, message):
     (struct.pack("<Q", 12) + b'{"a":1,"a":2', "head is no JSON"),
     (struct.pack("<Q", 13) + b'{"a":1,"a":2}', r"head is no JSON \(a key occurs twice\)"),
     (struct.pack("<Q", 5000) + b"9" * 5000, "head is no JSON"),
+    (struct.pack("<Q", 3) + b"NaN", r"head is no JSON \(NaN is no number\)"),
+    (struct.pack("<Q", 9) + b"-Infinity", r"head is no JSON \(-Infinity is no number\)"),
+    (struct.pack("<Q", 5) + b"1e999", r"head is no JSON \(1e999 is no number\)"),
     (struct.pack("<Q", 200_000) + b"[" * 200_000, "head is no JSON"),
 ])  # fmt: skip
 @pytest.mark.parametrize("coder", [0, 1])

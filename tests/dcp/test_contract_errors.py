@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from guarddcp import GuardedReader, GuardedWriter, verify
 from guarddcp.dcp import saving
+from guarddcp.dcp import writer as writers
 from guarddcp.dcp.opening import read_manifest
 from guarddcp.errors import CheckpointExistsError, GuardError, IntegrityError
 from guarddcp.storage import commit as commits
@@ -254,6 +255,34 @@ def test_overwritten_while_reading_is_said_as_such(tmp_path: Path, monkeypatch: 
     assert type(error) is IntegrityError
     assert "the checkpoint was overwritten while reading" in str(error)
     assert "Load again" in str(error)
+
+
+def read_two_manifests(rank: int, num_ranks: int, path: str) -> None:
+    live = {"w": torch.full((9000,), 1.0)}
+    dcp.save(live, storage_writer=GuardedWriter(path))
+    writers.__dict__["_delete"] = lambda *args: None  # the old files are still there when the other rank looks
+
+    class Slow(GuardedReader):
+        def read_metadata(self) -> Any:
+            if rank == 1:
+                dist.barrier()
+                return super().read_metadata()
+            metadata = super().read_metadata()
+            new = {"w": torch.full((9000,), 2.0)}
+            dcp.save(new, storage_writer=GuardedWriter(path, overwrite=True), no_dist=True)
+            dist.barrier()
+            return metadata
+
+    target = blank(live)
+    (error,) = failures(dcp.load, target, storage_reader=Slow(path))
+    assert type(error) is IntegrityError
+    assert "the checkpoint was overwritten while the ranks read its manifest" in str(error)
+    assert_same(target, blank(live))
+    dist.barrier()
+
+
+def test_ranks_that_read_different_checkpoints_restore_neither(tmp_path: Path) -> None:
+    run_ranks(2, read_two_manifests, str(tmp_path / "ck"))
 
 
 @pytest.mark.parametrize("verify_level", ["full", "before"])

@@ -87,7 +87,7 @@ def test_two_nodes_restore_on_four_ranks(trained):
 def sum_of_second_moments(path):
     """The same number, restored in this process without any sharding."""
     model = GPT(SIZES["tiny"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1)
     _, optim_state = get_state_dict(model, optimizer)
     dcp.load({"optim": optim_state}, storage_reader=GuardedReader(path), no_dist=True)
     return sum(float(each["exp_avg_sq"].double().sum()) for each in optim_state["state"].values())

@@ -103,7 +103,8 @@ class RowCol:
             return cls(np.array([[int(middle)]], np.int32), np.empty(0, np.int32))
         if layout.rows < _ROWS_FOR_COLUMNS:
             return cls(r, np.empty(0, np.int32))
-        sums, counts = sum(fit.sums for fit in fits), sum(fit.counts for fit in fits)
+        sums = np.sum([fit.sums for fit in fits], axis=0)
+        counts = np.sum([fit.counts for fit in fits], axis=0)
         return cls(r, _levels_of_bits(_mean_bits(sums, counts), params))
 
     def encode(self) -> list[bytes | np.ndarray]:
@@ -133,12 +134,7 @@ class RowCol:
 
     def terms(self, frame: Frame) -> tuple[np.ndarray, np.ndarray]:
         """r (frame.rows, period) and c (frame.columns,), float32 integers; C-contiguous."""
-        if self.r.shape[0] > 1:
-            r = self.r[frame.row : frame.row + frame.rows]
-        else:
-            r = np.repeat(self.r, frame.rows, axis=0)
-        if self.c.size:
-            c = self.c[frame.column : frame.column + frame.columns]
-        else:
-            c = np.zeros(frame.columns, np.int32)
+        rows, columns = slice(frame.row, frame.row + frame.rows), slice(frame.column, frame.column + frame.columns)
+        r = self.r[rows] if self.r.shape[0] > 1 else np.repeat(self.r, frame.rows, axis=0)
+        c = self.c[columns] if self.c.size else np.zeros(frame.columns, np.int32)
         return r.astype(np.float32), c.astype(np.float32)
