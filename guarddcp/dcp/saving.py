@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from guarddcp.certificate import Certificate, Uncertifiable, certify, q_limit
+from guarddcp.certificate.rules import rule_problem
 from guarddcp.codecs import ratio
 from guarddcp.codecs.choice import choose_certificate, sample_frames, sample_q
 from guarddcp.codecs.planes import encode_exact
@@ -41,6 +42,7 @@ from guarddcp.container.records import (
     ShardRecord,
     ValueRecord,
 )  # fmt: skip
+from guarddcp.container.value_types import TENSOR_DTYPES
 from guarddcp.container.values import encode_value
 from guarddcp.dcp.degradations import Degradations
 from guarddcp.dcp.groups import Exact, Guarded, OptimizerGroups
@@ -48,7 +50,7 @@ from guarddcp.dcp.pairing import M_SUFFIX, V_SUFFIX, PairItem
 from guarddcp.dcp.pipeline import OrderedPool
 from guarddcp.dcp.subclasses import tree_of
 from guarddcp.dcp.tensors import FrameSource, dtype_name, is_plain, raw_bytes, rotates
-from guarddcp.errors import GuardError
+from guarddcp.errors import GuardBug, GuardError
 
 __all__ = ["EXACT_FRAME_BYTES", "GIVEN_RULE", "PACK_BYTES", "SMALL_BYTES", "SMALL_PAIR", "RankSave"]
 
@@ -184,6 +186,8 @@ class RankSave:
             return self._exactly(found.reason, found.message, item)
         if not (is_plain(m) and is_plain(v)):
             return self._exactly("tensor-type", f"a moment is a {type(m).__name__}, not a plain tensor", item)
+        if (problem := rule_problem(found.rule)) is not None:
+            return self._exactly("hyperparameters", problem, item)
         if m.numel() <= SMALL_PAIR:
             return f"small: at most {SMALL_PAIR} coordinates are packed as they are"
         layout = Layout(tuple(m.shape), default_view(m.shape), ratio.FRAME_COORDINATES)
@@ -194,6 +198,9 @@ class RankSave:
         except Uncertifiable as error:
             error = self._for_every_pair(found) or error
             return self._exactly(error.reason, str(error), item)
+        except (GuardBug, ArithmeticError) as error:  # never lose a save for want of a certificate
+            logger.error("%s: no certificate, please report this: %s", item.index.fqn, error, exc_info=error)
+            return self._exactly("bug", f"{type(error).__name__}: {error}", item)
         if certificate.horizon != self._guard.horizon:
             text = f"proved for horizon {certificate.horizon} only (coupled weight decay)"
             self.degradations.add("horizon", text, item.index.fqn)
@@ -308,6 +315,12 @@ class RankSave:
             self._into_pack(index, replace(record, codec=TREE), tree)
             return
         kind = f"{type(tensor).__name__} of {dtype_name(tensor.dtype)}"
+        if dtype_name(tensor.dtype) not in TENSOR_DTYPES:  # the manifest could not describe it to a reader
+            raise GuardError(
+                f"a {kind} has no form in a checkpoint",
+                where=f"rank {self._rank}, {index.fqn}",
+                hint="Save its parts instead: int_repr(), scale and zero point",
+            )
         buffer = io.BytesIO()
         torch.save(tensor.detach(), buffer)
         self._pickled(index.fqn, kind)

@@ -342,11 +342,16 @@ def _pardon_exact(m, v, m_hat, v_hat, flag):
 
 
 @_jit
-def _restore_escapes(residual, escape, m, v, m_hat, v_hat):
+def _put_back(residual, escape, original, decoded):
     for j in range(residual.size):
-        if residual[j] == escape:
-            m_hat[j] = m[j]
-            v_hat[j] = v[j]
+        decoded[j] = original[j] if residual[j] == escape else decoded[j]
+
+
+@_jit
+def _put_back_root(residual, escape, v, root):
+    # So that a segment whose escapes are ordinary numbers passes the check at once.
+    for j in range(residual.size):
+        root[j] = np.sqrt(v[j]) if residual[j] == escape else root[j]
 
 
 @_entry(
@@ -382,9 +387,10 @@ def decode_and_check(
         )  # fmt: skip
         escapes += found[1]
         if found[1] > 0:
-            _restore_escapes(
-                residual[:n], _ESCAPE_TWO if two_v else _ESCAPE_ONE, m[a:z], v[a:z], m_hat[a:z], v_hat[a:z]
-            )
+            escape = _ESCAPE_TWO if two_v else _ESCAPE_ONE
+            _put_back(residual[:n], escape, m[a:z], m_hat[a:z])
+            _put_back(residual[:n], escape, v[a:z], v_hat[a:z])
+            _put_back_root(residual[:n], escape, v[a:z], root[:n])
         _outside(m[a:z], v[a:z], m_hat[a:z], v_hat[a:z], root[:n], ratio_min, ratio_max, deviation_max, flag[:n])
         if _total(flag[:n]) > 0:
             _pardon_exact(m_bits[a:z], v_bits[a:z], m_hat_bits[a:z], v_hat_bits[a:z], flag[:n])

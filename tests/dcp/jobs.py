@@ -224,4 +224,4 @@ def _updates(state: dict[str, Any], gradients: dict[int, torch.Tensor], kind: An
     for number, p in zeros.items():
         p.grad = gradients[number]
     optimizer.step()
-    return zeros
+    return {number: p.detach() for number, p in zeros.items()}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _lo
 from guarddcp import Guard, GuardedReader, GuardedWriter, inspect_checkpoint, verify
 from guarddcp.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, GuardError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 def state(fill: float = 1.0) -> dict[str, Any]:

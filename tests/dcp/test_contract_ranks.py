@@ -43,7 +43,9 @@ def check(path: str, live: dict[str, Any], **load: Any) -> None:
 # ---- plan caching
 
 
-class Caching(DefaultSavePlanner):
+class CachingOnRanks(DefaultSavePlanner):
+    """Plans are cached by the planner's class name, for the life of a process and its forks."""
+
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
 
@@ -58,7 +60,7 @@ def cached_saves(rank: int, num_ranks: int, path: str) -> None:
             live.pop("extra", None) if save == 4 else live.update(extra=torch.ones(3))
         here = f"{path}/{save}"
         writer = GuardedWriter(here, EXACT) if save % 2 else shared
-        metadata = dcp.save(live, checkpoint_id=here, storage_writer=writer, planner=Caching())
+        metadata = dcp.save(live, checkpoint_id=here, storage_writer=writer, planner=CachingOnRanks())
         assert ("extra" in metadata.state_dict_metadata) == (save in (2, 3))
         assert metadata.storage_meta.checkpoint_id == here
         check(here, live)
@@ -66,7 +68,7 @@ def cached_saves(rank: int, num_ranks: int, path: str) -> None:
     if rank == num_ranks - 1:
         live["optim"]["state"][1]["exp_avg"] = live["optim"]["state"][1]["exp_avg"].half()
         live[f"rng{rank}"] = live[f"rng{rank}"].half()
-    (error,) = failures(dcp.save, live, storage_writer=GuardedWriter(f"{path}/dtype", EXACT), planner=Caching())
+    (error,) = failures(dcp.save, live, storage_writer=GuardedWriter(f"{path}/dtype", EXACT), planner=CachingOnRanks())
     assert type(error) is GuardError
     assert f"rank {num_ranks - 1}, rng{num_ranks - 1}: the tensor is not the one that was planned" in str(error)
     dist.barrier()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from jobs import adam, assert_same, blank, round_trip, said, update_gap
 
-from guarddcp import Adam, Guard, GuardedWriter, verify
+from guarddcp import Adam, Guard, GuardBug, GuardedWriter, verify
+from guarddcp.dcp import saving
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -152,6 +153,12 @@ def with_step(state: dict[str, Any], step: float) -> dict[str, Any]:
     return state
 
 
+def with_betas(*betas: float) -> dict[str, Any]:
+    state = adam().state_dict()
+    state["param_groups"][0]["betas"] = betas
+    return state
+
+
 EXACT = {
     "amsgrad": (lambda: adam(amsgrad=True).state_dict(), {}, "the state holds max_exp_avg_sq (amsgrad)"),
     "bf16": (lambda: adam(dtype=torch.bfloat16).state_dict(), {}, "moments of bfloat16; only float32 pairs"),
@@ -161,6 +168,7 @@ EXACT = {
     "adamax": (lambda: adam(torch.optim.Adamax).state_dict(), {}, "exp_avg and exp_avg_sq of one chunk were not both"),
     "subclass": (lambda: adam(Mine).state_dict(), {"optimizer": Mine}, "is neither torch.optim.Adam nor AdamW itself"),
     "no betas": (lambda: without(adam().state_dict(), "betas"), {}, "the param group does not say betas"),
+    "betas": (lambda: with_betas(0.9, 1.0), {}, "beta2 must be in (0, 1), not 1.0"),
     "step 0": (
         lambda: with_step(adam().state_dict(), 0),
         {},
@@ -190,6 +198,18 @@ def test_what_cannot_be_guarded_is_exact_and_said_once(
     assert "[optim.state.0.exp_avg, " in line
     assert report.warnings[0] in line
     assert text in report.tensors["optim.state.0.exp_avg"].reason
+
+
+def test_a_bug_in_the_certificate_loses_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def choose_certificate(*args: Any) -> Any:
+        raise GuardBug("a chosen cell does not prove its tolerance")
+
+    monkeypatch.setattr(saving, "choose_certificate", choose_certificate)
+    report = check_exact(tmp_path / "ck", adam().state_dict())
+    assert "bug: stored exactly: GuardBug: a chosen cell does not prove its tolerance" in report.warnings[0]
+    assert any(record.levelname == "ERROR" and record.name == "guarddcp" for record in caplog.records)
 
 
 def test_one_warning_speaks_for_pairs_of_all_sizes_of_q(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -137,6 +137,12 @@ def test_sparse_tensors_are_restored_from_their_pickle(tmp_path: Path, caplog: p
     assert "[x]" in said(caplog)[0]
 
 
+def test_tensors_that_no_reader_could_be_told_of_are_refused_by_the_writer(tmp_path: Path) -> None:
+    state = {"x": torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)}
+    error = failure(dcp.save, state, storage_writer=GuardedWriter(tmp_path / "ck"))
+    assert "rank 0, x: a Tensor of qint8 has no form in a checkpoint. Save its parts instead" in str(error)
+
+
 # ---- values
 
 RNG = np.random.PCG64(1).state["state"]["state"]

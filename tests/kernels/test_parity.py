@@ -185,14 +185,12 @@ def test_what_is_out_of_range_is_wrong_for_the_self_check_too():
     assert on_both(lambda: counts(128, 128, 0, 0, 1)) == [(0, 0, 0, 0)] * 2
     assert on_both(lambda: counts(1, 128, 0, 5, -1)) == [(0, 1, 0, 1)] * 2
     assert on_both(lambda: counts(0, 128, 0, 0, 0)) == [(0, 0, 0, 0)] * 2
-    for bad in (
-        (128, 128, cell.level_max + 1, 0, 2.0**121),
-        (128, 128, cell.level_min - 1, 0, 2.0**-126),
-        (128, 255, 0, 9, 1),
-    ):
-        if bad[1] == 255:
-            cell = params(97, 0.05, 3.0)  # 127 codes of 0.05 are beyond Q
-        assert on_both(lambda bad=bad: counts(*bad)) == [(1, 0, 1, 0)] * 2
+    for level, v in ((cell.level_max + 1, 2.0**121), (cell.level_min - 1, 2.0**-126)):
+        assert on_both(lambda level=level, v=v: counts(128, 128, level, 0, v)) == [(1, 0, 1, 0)] * 2
+    # A code beyond Q is refused even where it decodes to the very moment.
+    cell = params(97, 0.05, 3.0)
+    for m in (9, np.float32(127) * cell.delta):
+        assert on_both(lambda m=m: counts(128, 255, 0, m, 1)) == [(1, 0, 1, 0)] * 2
     for v in (-1.0, np.nan, np.inf, 0.0):
         assert on_both(lambda v=v: counts(128, 128, 1e7, 0, v)) == [(1, 0, 1, 0)] * 2
 
