@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 import time
@@ -51,9 +52,14 @@ class Outcome:
         return self.many[0].deviations[0]
 
     @property
+    def promised(self) -> int:
+        """How many of the common steps the certificates speak of (all, unless the horizon is shorter)."""
+        return min(self.job.more, self.saved.rounding_horizon or self.job.more)
+
+    @property
     def later(self) -> float:
-        """Largest deviation of any update on the same gradients, over all common steps and both restores."""
-        return max(each.largest for each in self.many[0].deviations + self.one.deviations)
+        """Largest deviation of any promised update on the same gradients, over both restores."""
+        return max(each.largest for each in self.many[0].deviations[: self.promised] + self.one.deviations)
 
     def violations(self) -> list[str]:
         """What of the promise does not hold; empty if all of it does."""
@@ -80,10 +86,11 @@ class Outcome:
             "tolerance": self.job.guard.tolerance,
             "certified_bound": many.certified_bound,
             "rounding_horizon": self.saved.rounding_horizon,
-            "bound_at_100k": self.saved.bound_at_100k,
+            "bound_at_100k": _finite(self.saved.bound_at_100k),
             "next_step": dataclasses.asdict(self.next_step),
             "next_step_one_rank": dataclasses.asdict(self.one.deviations[0]),
-            "largest_of_all_steps": self.later,
+            "promised_steps": self.promised,
+            "largest_of_promised_steps": self.later,
             "loss": {"native": many.native_losses, "restored": many.restored_losses},
             "parameter_distance": dataclasses.asdict(many.distance),
             "parameter_travel": dataclasses.asdict(many.travelled),
@@ -178,7 +185,7 @@ def render(outcome: Outcome, keep: str | None) -> list[str]:
         _value_row(f"step {job.steps + 1}: largest deviation", step.largest),
         _value_row(f"step {job.steps + 1}: RMS deviation", step.rms),
         _value_row(f"step {job.steps + 1}: RMS of the update itself", step.rms_update),
-        _value_row(f"steps {job.steps + 1} to {job.steps + job.more}: largest deviation", outcome.later),
+        _value_row(f"steps {job.steps + 1} to {job.steps + outcome.promised}: largest deviation", outcome.later),
         "",
         f"{'Each run on its own gradients':<45}{'native':>14}{'restored':>14}",
         _loss_row(job.steps + 1, many, 0),
@@ -206,14 +213,19 @@ def _bound_rows(saved: Saved, resumed: Resumed) -> list[str]:
     if resumed.certified_bound is None:
         return ["  nothing could be guarded: every moment is stored exactly"]
     rows = [_value_row("certified bound, proved again by the restore", resumed.certified_bound)]
-    if saved.bound_at_100k is not None and saved.rounding_horizon is not None:
-        until = f"float32 rounding included for {saved.rounding_horizon:,} steps"
-        rows.append(f"    {until}, {saved.bound_at_100k:.4f} at step 100,000")
+    if saved.rounding_horizon is not None:
+        far = _finite(saved.bound_at_100k)
+        after = "nothing is promised after them" if far is None else f"{far:.4f} at step 100,000"
+        rows.append(f"    float32 rounding included for {saved.rounding_horizon:,} steps, {after}")
     return rows
 
 
+def _finite(bound: float | None) -> float | None:
+    return None if bound is None or math.isinf(bound) else bound
+
+
 def _size_row(name: str, raw: int, stored: int) -> str:
-    return f"  {name:<34}{raw:>14,}{stored:>14,}{stored / raw if raw else 1:>9.1%}"
+    return f"  {name:<34}{raw:>14,}{stored:>14,}{f'{stored / raw:.1%}' if raw else '-':>9}"
 
 
 def _value_row(name: str, value: float) -> str:
@@ -251,7 +263,11 @@ class Progress:
         """Announce a phase, time it into ``seconds[name]`` and say how long it took."""
         start = time.perf_counter()
         self._show(f"  {name} ...", ended=False)
-        yield
+        try:
+            yield
+        except BaseException:
+            self._show(f"{name}: failed", ended=True)
+            raise
         seconds[name] = time.perf_counter() - start
         self._show(f"{name}: {seconds[name]:.1f} s", ended=True)
 

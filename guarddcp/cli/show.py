@@ -84,8 +84,9 @@ def _parameter_line(name: str, one: ParameterReport) -> str:
     )
     line += f" {one.escapes:>8,} {_share(one):>7} {_number(one.certified_bound):>8} {steps:>7}"
     line += f" {_number(one.bound_at_100k):>8}"
-    causes = ", ".join(f"{cause} {count:,}" for cause, count in one.escapes_by_cause.items())
-    return line + (f"  ({causes})" if causes else "")
+    notes = [f"{cause} {count:,}" for cause, count in one.escapes_by_cause.items()]
+    notes += [one.reason] if one.reason else []
+    return line + (f"  ({', '.join(notes)})" if notes else "")
 
 
 def _tensor_line(name: str, one: ParameterReport) -> str:

@@ -23,8 +23,8 @@ from guarddcp.container.manifest import (
     _escape_column,
     head_certificates,
 )  # fmt: skip
-from guarddcp.container.records import EXACT, IN_PACK, PACKED, RATIO, TensorEntry, ValueEntry
-from guarddcp.container.value_types import TENSOR_DTYPES
+from guarddcp.container.records import EXACT, IN_PACK, PACKED, PICKLED, RATIO, TREE, TensorEntry, ValueEntry
+from guarddcp.container.value_types import DTYPES, TENSOR_DTYPES
 from guarddcp.errors import FormatError
 
 __all__ = ["parse_head", "validate"]
@@ -137,7 +137,7 @@ def _entry(item: Any, require: _Refuse) -> TensorEntry | ValueEntry:
         return ValueEntry(item[1], item[2])
     require(item[0] == "t" and len(item) == 5, "entry", item)
     _, key, dtype, shape, requires_grad = item
-    require(isinstance(dtype, str) and dtype in TENSOR_DTYPES, "unknown dtype", dtype)
+    require(isinstance(dtype, str) and dtype in DTYPES, "unknown dtype", dtype)
     require(isinstance(shape, list) and len(shape) <= _AXES_MAX and all(map(_whole, shape)), "shape", shape)
     require(math.prod(shape) < _SIZE_MAX and isinstance(requires_grad, bool), "shape", item)
     return TensorEntry(key, dtype, tuple(shape), requires_grad)
@@ -227,7 +227,13 @@ def _check_boxes(manifest: Manifest, require: _Refuse) -> None:
         group = slice(first, first + count)
         coordinates[group] = volumes
         plain = columns["codec"][group] == PACKED
-        good = columns["bytes"][group] == volumes * TENSOR_DTYPES[entry.dtype].itemsize
+        good = columns["bytes"][group] == volumes * DTYPES[entry.dtype].itemsize
+        by_elements = ~np.isin(columns["codec"][group], (TREE, PICKLED))
+        require(
+            entry.dtype in TENSOR_DTYPES or not by_elements.any(),
+            f"elements of {entry.key} alone do not make it",
+            entry.dtype,
+        )
         require(bool((good | ~plain).all()), f"packed bytes of {entry.key} are not those of its chunk")
         for _, key in members:
             covered[key] += sum(volumes.tolist())

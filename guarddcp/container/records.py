@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from guarddcp.certificate import Certificate
 from guarddcp.codecs.view import View
 from guarddcp.container.datafile import FileEntry
 
 __all__ = [
-    "EXACT", "IN_PACK", "PACKED", "PICKLED", "RATIO", "TREE",
+    "EXACT", "IN_PACK", "M_SUFFIX", "PACKED", "PICKLED", "RATIO", "TREE", "V_SUFFIX",
     "PackRecord", "RankPart", "ShardRecord", "TensorEntry", "ValueEntry", "ValueRecord",
 ]  # fmt: skip
+
+M_SUFFIX, V_SUFFIX = ".exp_avg", ".exp_avg_sq"
+"""How the keys of Adam's moments end."""
 
 EXACT, RATIO = 0, 1
 PACKED, TREE, PICKLED = 255, 254, 253
@@ -102,4 +105,3 @@ class RankPart:
     rank: int
     files: tuple[FileEntry, ...] = ()
     packs: tuple[PackRecord, ...] = ()
-    warnings: tuple[str, ...] = field(default=())

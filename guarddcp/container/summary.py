@@ -12,7 +12,16 @@ from guarddcp.codecs.ratio import CAUSES
 from guarddcp.codecs.view import Layout
 from guarddcp.container.datafile import FileEntry
 from guarddcp.container.layout import HEADER_BYTES, TRAILER
-from guarddcp.container.records import IN_PACK, RATIO, PackRecord, ShardRecord, TensorEntry, ValueRecord
+from guarddcp.container.records import (
+    IN_PACK,
+    M_SUFFIX,
+    RATIO,
+    V_SUFFIX,
+    PackRecord,
+    ShardRecord,
+    TensorEntry,
+    ValueRecord,
+)
 from guarddcp.container.value_types import DTYPES
 from guarddcp.report import ParameterReport, Report, Totals
 
@@ -46,7 +55,7 @@ def summarise(
             used.add(shard.certificate)
             _add_pair(report, shard, tensors, parameter_of)
         else:
-            _add_tensor(report, shard, tensors)
+            _add_tensor(report, shard, tensors, parameter_of)
     for pack in packs:
         blocks += 1
         report.exact.stored_bytes += pack.bytes
@@ -92,6 +101,7 @@ def _add_pair(
     assert certificate is not None
     new = ParameterReport(shape=tensors[key].shape, codec="ratio", evidence="proved", certified_bound=0.0)
     one = report.parameters.setdefault(parameter_of(key), new)
+    one.codec = "ratio"
     if one.evidence == "exact":
         one.evidence = "mixed"
     escapes = {cause: count for cause, count in zip(CAUSES, shard.escapes, strict=True) if count}
@@ -104,12 +114,20 @@ def _add_pair(
     report.failed_frames += shard.failed
 
 
-def _add_tensor(report: Report, shard: ShardRecord, tensors: dict[str, TensorEntry]) -> None:
+def _add_tensor(
+    report: Report, shard: ShardRecord, tensors: dict[str, TensorEntry], parameter_of: Callable[[str], str]
+) -> None:
     key = shard.members[0][1]
     entry = tensors[key]
     raw = shard.coordinates * DTYPES[entry.dtype].itemsize
-    one = report.tensors.setdefault(key, ParameterReport(shape=entry.shape, reason=shard.reason))
+    is_m, is_v = key.endswith(M_SUFFIX), key.endswith(V_SUFFIX)
+    if is_m or is_v:
+        name = parameter_of(key if is_m else key.removesuffix(V_SUFFIX) + M_SUFFIX)
+        one = report.parameters.setdefault(name, ParameterReport(shape=entry.shape))
+        one.evidence = "exact" if one.evidence == "exact" else "mixed"
+    else:
+        one = report.tensors.setdefault(key, ParameterReport(shape=entry.shape))
     one.reason = one.reason or shard.reason
-    in_pack = shard.codec in IN_PACK
-    _add(one, shard.coordinates, raw, shard.bytes, {})
-    _add(report.exact, shard.coordinates, raw, 0 if in_pack else shard.bytes, {})
+    # An entry of a pair is one coordinate, counted where m is.
+    _add(one, 0 if is_v else shard.coordinates, raw, shard.bytes, {})
+    _add(report.exact, shard.coordinates, raw, 0 if shard.codec in IN_PACK else shard.bytes, {})

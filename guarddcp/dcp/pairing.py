@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
+from guarddcp.container.records import M_SUFFIX, V_SUFFIX
 from guarddcp.errors import FormatError, GuardError
 
 __all__ = [
@@ -50,9 +51,6 @@ __all__ = [
     "partner_fqn",
     "unfold_metadata",
 ]
-
-M_SUFFIX = ".exp_avg"
-V_SUFFIX = ".exp_avg_sq"
 
 PAIR_SUFFIX = " + exp_avg_sq [moment pair]"
 """m's key with this behind it is the pair's key. It is shown in the planner's own errors, so it is readable."""

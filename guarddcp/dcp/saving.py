@@ -42,7 +42,6 @@ from guarddcp.container.records import (
     ShardRecord,
     ValueRecord,
 )  # fmt: skip
-from guarddcp.container.value_types import TENSOR_DTYPES
 from guarddcp.container.values import encode_value
 from guarddcp.dcp.degradations import Degradations
 from guarddcp.dcp.groups import Exact, Guarded, OptimizerGroups
@@ -315,12 +314,6 @@ class RankSave:
             self._into_pack(index, replace(record, codec=TREE), tree)
             return
         kind = f"{type(tensor).__name__} of {dtype_name(tensor.dtype)}"
-        if dtype_name(tensor.dtype) not in TENSOR_DTYPES:  # the manifest could not describe it to a reader
-            raise GuardError(
-                f"a {kind} has no form in a checkpoint",
-                where=f"rank {self._rank}, {index.fqn}",
-                hint="Save its parts instead: int_repr(), scale and zero point",
-            )
         buffer = io.BytesIO()
         torch.save(tensor.detach(), buffer)
         self._pickled(index.fqn, kind)

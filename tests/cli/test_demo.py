@@ -33,7 +33,7 @@ def demo_run(tmp_path_factory):
     command = [sys.executable, "-m", "guarddcp", "demo", "--size", "tiny", "--json", "--keep", str(folder)]
     command += ["--steps", str(STEPS), "--more-steps", str(MORE), "--tolerance", "0.02"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return done, json.loads(done.stdout), folder
 
@@ -44,7 +44,9 @@ def test_demo_keeps_the_promise(demo_run):
     assert result["verified"]["certificates"] >= 1
     assert result["verified"]["certified_bound"] == pytest.approx(result["certified_bound"], rel=1e-6)
     assert result["tolerance"] == 0.02
-    assert 0 < result["next_step"]["largest"] <= result["largest_of_all_steps"] <= result["certified_bound"] <= 0.02
+    assert (
+        0 < result["next_step"]["largest"] <= result["largest_of_promised_steps"] <= result["certified_bound"] <= 0.02
+    )
     assert 0 < result["next_step"]["rms"] < result["next_step"]["largest"]
     assert 0.05 < result["next_step"]["rms_update"] < 2
     # The same state and, up to the order of a sum, the same gradients on another number of ranks.
@@ -95,7 +97,7 @@ def test_kept_folder_is_not_overwritten(demo_run):
         run_demo(guard=Guard(), keep=str(folder), steps=1, more=1, size="tiny", as_json=False)
 
 
-def outcome(*, largest=0.004, bound=0.0099, differing=(), one_digest="a"):
+def outcome(*, largest=0.004, bound=0.0099, differing=(), one_digest="a", horizon=1559, far=0.0436):
     """An Outcome as the demo measures it, with the figures that a test wants."""
     deviation = Deviation(largest=0.003, rms=0.001, rms_update=0.4)
     many = Resumed(
@@ -118,8 +120,8 @@ def outcome(*, largest=0.004, bound=0.0099, differing=(), one_digest="a"):
         seconds={},
         sizes=dict(zip(names, (26_456_064, 5_000_000, 13_228_032, 13_000_000, 3_307_008, 12), strict=True)),
         certified_bound=bound,
-        rounding_horizon=1559,
-        bound_at_100k=0.0436,
+        rounding_horizon=horizon,
+        bound_at_100k=far,
         warnings=["rank 0: something was stored exactly"],
     )
     return Outcome(
@@ -145,8 +147,18 @@ def test_a_good_outcome_is_rendered_in_80_columns_of_ascii():
     assert lines[-1] == "Promise kept: no update deviates by more than 0.004 lr, 0.01 lr allowed."
 
 
+def test_steps_after_the_horizon_are_not_promised():
+    beyond = outcome(largest=0.5, horizon=1, far=math.inf)
+    assert beyond.violations() == []
+    assert (beyond.promised, beyond.later) == (1, 0.003)
+    assert json.loads(json.dumps(beyond.as_dict(), allow_nan=False))["bound_at_100k"] is None
+    text = "\n".join(render(beyond, keep=None))
+    assert "float32 rounding included for 1 steps, nothing is promised after them" in text
+    assert "steps 121 to 121: largest deviation" in text
+
+
 def test_nothing_guarded_is_said():
-    text = "\n".join(render(outcome(bound=None), keep=None))
+    text = "\n".join(render(outcome(bound=None, horizon=None, far=None), keep=None))
     assert "nothing could be guarded: every moment is stored exactly" in text
     assert "certified bound" not in text
 
@@ -182,6 +194,14 @@ def test_progress_rewrites_one_line_on_a_terminal():
     assert (first, rewritten) == ("  train ...", "  train: step 9 of 9, loss 1.5000")
     assert last.startswith("train: 0.")
     assert stream.getvalue().endswith("\n")
+
+
+def test_a_failed_phase_is_said_and_not_timed():
+    stream, seconds = io.StringIO(), {}
+    with pytest.raises(OSError, match="disk full"), Progress(stream).phase("save", seconds):
+        raise OSError("disk full")
+    assert stream.getvalue() == "  save ...\nsave: failed\n"
+    assert seconds == {}
 
 
 def test_progress_elsewhere_is_a_line_now_and_then():

@@ -197,7 +197,7 @@ def test_what_cannot_be_guarded_is_exact_and_said_once(
     assert ": stored exactly: " in line
     assert "[optim.state.0.exp_avg, " in line
     assert report.warnings[0] in line
-    assert text in report.tensors["optim.state.0.exp_avg"].reason
+    assert text in report.parameters["0"].reason
 
 
 def test_a_bug_in_the_certificate_loses_no_save(
@@ -231,13 +231,13 @@ def test_one_warning_speaks_for_several_causes_of_a_kind(tmp_path: Path, caplog:
     keys = "[optim.state.0.exp_avg, optim.state.1.exp_avg]"
     assert line.endswith(f"{keys} (causes of this kind: 2; `reason` in the report names each)")
     for number, betas in enumerate(("(0.9, 0.8)", "(0.9, 0.7)")):
-        assert f"betas {betas} have b1^2 >= b2" in report.tensors[f"optim.state.{number}.exp_avg"].reason
+        assert f"betas {betas} have b1^2 >= b2" in report.parameters[str(number)].reason
 
 
 def test_exact_codec_is_asked_for_and_needs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     report = check_exact(tmp_path / "ck", adam().state_dict(), writer={"guard": Guard(codec="exact")})
     assert not said(caplog)
-    assert report.tensors["optim.state.0.exp_avg"].reason == "codec: the guard asks for exact storage"
+    assert report.parameters["0"].reason == "codec: the guard asks for exact storage"
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RMSprop", "Rprop", "ASGD", "Adafactor"])

