@@ -9,6 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import xxhash
+import zstandard
 from edge_values import EDGES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,6 +174,7 @@ LIES = {
     "length": (dict(length=404), "exact frame of another length; expected 400; got 404"),
     "huge": (dict(length=2**64 - 4), "exact frame of another length; expected 400; got 18446744073709551612"),
     "digest": (dict(digest=0), "digest of decoded bytes; expected 0{16}; got"),
+    "no multiple": (dict(length=402, digest=None), "exact frame of another length; expected 402; got 402"),
     "wrong transform": (dict(transform=1), "digest of decoded bytes"),
     "coder": (dict(planes=[(9, GOOD[0][1]), *GOOD[1:]]), "plane 0: unknown entropy coder; .* got 9"),
     "raw length": (
@@ -194,7 +196,7 @@ def test_frames_that_lie(lie):
     lying = frame(**changes)
     tracemalloc.start()
     with pytest.raises((FormatError, IntegrityError), match=f"^w frame 0.*{message}"):
-        decode(lying, 400)
+        decode(lying, 402 if lie == "no multiple" else 400)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -202,8 +204,9 @@ def test_frames_that_lie(lie):
 def test_a_caller_that_believes_the_header_is_not_led_into_a_large_allocation():
     """Packs: the length comes from the manifest. No zstd frame can hold as much as this one claims."""
     lying = bytearray(compress(bytes(1 << 20)))
-    assert lying[4] >> 6 == 2, "expected a content size of 4 bytes"
-    lying[5:9] = (1 << 31).to_bytes(4, "little")
+    assert lying[4] & 0xE0 == 0x80, "expected a window byte, then a content size of 4 bytes"
+    lying[6:10] = (1 << 31).to_bytes(4, "little")
+    assert zstandard.frame_content_size(bytes(lying)) == 1 << 31
     data = frame(item=1, length=1 << 31, planes=[(ZSTD, bytes(lying))])
     assert exact_raw_bytes(memoryview(data), where="w") == 1 << 31
     tracemalloc.start()
