@@ -8,13 +8,16 @@ the same bytes in the same run, medians over alternating rounds.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -42,13 +45,27 @@ State = dict[str, Any]
 
 def run_bench_codec(files: list[str], *, as_json: bool) -> int:
     """Measure every state; a table on stdout, progress on stderr. Returns the exit code."""
-    torch.set_num_threads(1)
-    results = []
-    for name, state in _states(files):
-        results.append({"state": name, **measure_state(state, _teller(name))})
+    with tempfile.TemporaryDirectory() as folder:
+        results = []
+        for file in files or [_trained(folder)]:
+            name = os.path.basename(file)
+            results.append({"state": name, **measure_state(file, _teller(name))})
     outcome = {"machine": machine(), "states": results}
     print(json.dumps(outcome, indent=2) if as_json else "\n".join(render(outcome)))
     return 0
+
+
+def _trained(folder: str) -> str:
+    """Train the demo's GPT; returns the file of its state."""
+    from guarddcp.cli.gpt import train_state
+
+    _say("training the demo's GPT, 60 steps")
+    torch.set_num_threads(os.cpu_count() or 1)
+    state = train_state(
+        60, progress=lambda step, loss: _say(f"  step {step} loss {loss:.3f}") if step % 10 == 0 else None
+    )
+    torch.save(state, file := os.path.join(folder, "gpt_60_steps.pt"))
+    return file
 
 
 def machine() -> dict[str, Any]:
@@ -69,36 +86,23 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _states(files: list[str]) -> list[tuple[str, State]]:
-    if not files:
-        from guarddcp.cli.gpt import train_state
-
-        _say("training the demo's GPT (10.8 M parameters), 60 steps")
-        torch.set_num_threads(os.cpu_count() or 1)
-        state = train_state(
-            60, progress=lambda step, loss: _say(f"  step {step} loss {loss:.3f}") if step % 10 == 0 else None
-        )
-        torch.set_num_threads(1)
-        return [("gpt, 60 steps", state)]
-    return [(os.path.basename(path), torch.load(path, weights_only=True, mmap=True)) for path in files]
-
-
-def measure_state(state: State, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything that `bench codec` reports of one state."""
+def measure_state(file: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Everything that `bench codec` reports of one state file."""
+    torch.set_num_threads(1)
+    state: State = torch.load(file, weights_only=True)
     rule = Adam(betas=tuple(state["betas"]), eps=state["eps"], weight_decay=state["weight_decay"])
-    names = list(state["exp_avg"])
-    # Copies: pages of a mapped file would count as memory of the save that first touches them.
-    pairs = [(state["exp_avg"][n].float().clone(), state["exp_avg_sq"][n].float().clone()) for n in names]
+    pairs = [(state["exp_avg"][name].contiguous(), state["exp_avg_sq"][name].contiguous()) for name in state["exp_avg"]]
     found: dict[str, Any] = {
         "coordinates": sum(m.numel() for m, _ in pairs),
         "step": state["step"],
         "betas": list(rule.betas),
     }
     found["sizes"] = {}
-    _saved(state, names, pairs[:1], TOLERANCES[0])  # imports and compiles: not memory of a save
     for tolerance in TOLERANCES:
         say(f"saving with tolerance {tolerance}")
-        found["sizes"][str(tolerance)] = _saved(state, names, pairs, tolerance)
+        # In a fresh process: memory that an earlier save left behind would hide what this one takes.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            found["sizes"][str(tolerance)] = process.submit(_saved_afresh, file, tolerance).result()
     say("timing encode and decode")
     found["speed"] = _speeds(pairs, rule, state["step"])
     say("extremal gradient sequences")
@@ -114,9 +118,18 @@ def measure_state(state: State, say: Callable[[str], None]) -> dict[str, Any]:
 # -- sizes and memory: a real save -------------------------------------------------------------------------------
 
 
-def _saved(
-    state: State, names: list[str], pairs: list[tuple[torch.Tensor, torch.Tensor]], tolerance: float
-) -> dict[str, Any]:
+def _saved_afresh(file: str, tolerance: float) -> dict[str, Any]:
+    """Sizes and peak memory of a real save; runs in a process of its own."""
+    torch.set_num_threads(1)
+    state: State = torch.load(file, weights_only=True)
+    names = list(state["exp_avg"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        _saved(state, names[:1], tolerance)  # imports and compiled kernels are not memory of a save
+        return _saved(state, names, tolerance)
+
+
+def _saved(state: State, names: list[str], tolerance: float) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     from guarddcp.dcp.writer import GuardedWriter
@@ -124,9 +137,9 @@ def _saved(
     step = torch.tensor(float(state["step"]))
     group = {
         "betas": tuple(state["betas"]), "eps": state["eps"], "weight_decay": state["weight_decay"], "lr": state["lr"],
-        "amsgrad": False, "maximize": False, "decoupled_weight_decay": True, "params": names[: len(pairs)],
+        "amsgrad": False, "maximize": False, "decoupled_weight_decay": True, "params": names,
     }  # fmt: skip
-    moments = {n: {"step": step, "exp_avg": m, "exp_avg_sq": v} for n, (m, v) in zip(names, pairs, strict=False)}
+    moments = {n: {"step": step, "exp_avg": state["exp_avg"][n], "exp_avg_sq": state["exp_avg_sq"][n]} for n in names}
     with tempfile.TemporaryDirectory() as folder:
         writer = GuardedWriter(os.path.join(folder, "checkpoint"), Guard(tolerance=tolerance))
         before = _reset_peak()
@@ -136,8 +149,8 @@ def _saved(
     assert report is not None
     return {
         "stored_over_raw": report.moments.ratio,
-        "escapes": report.moments.escapes / report.moments.coordinates,
-        "guarded": report.moments.coordinates / sum(m.numel() for m, _ in pairs),
+        "escapes": report.moments.escapes / max(report.moments.coordinates, 1),
+        "guarded": report.moments.coordinates / sum(state["exp_avg"][n].numel() for n in names),
         "certified_bound": report.certified_bound,
         "rounding_horizon": report.rounding_horizon,
         "peak_extra_bytes": None if peak is None or before is None else peak - before,
@@ -229,7 +242,7 @@ def _speeds(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Adam, step: in
     times: dict[str, list[float]] = {"copy": [], "encode": [], "decode": [], "encode1": [], "encode2": []}
     for _ in range(ROUNDS):
         times["copy"].append(_timed(lambda: _copy(big, target)))
-        times["encode"].append(_timed(lambda: [pair.encode(rule, step, guard) for pair in big]))
+        times["encode"].append(_timed(partial(_encode_all, big, rule, step, guard)))
         times["decode"].append(_timed(lambda: _decode_all(encoded, scratch)))
         for threads in (1, 2):
             times[f"encode{threads}"].append(_timed(partial(_encode_on_threads, encoded, threads)))
@@ -243,6 +256,11 @@ def _speeds(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Adam, step: in
         "decode_over_copy": _ratio(copy, times["decode"]),
         "two_threads_over_one": _ratio(one, two),
     }
+
+
+def _encode_all(pairs: list[_Pair], rule: Adam, step: int, guard: Guard) -> None:
+    for pair in pairs:
+        pair.encode(rule, step, guard)
 
 
 def _decode_all(encoded: list[_Encoded], buffer: np.ndarray) -> None:
