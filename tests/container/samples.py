@@ -212,18 +212,8 @@ def built(parts):
 
 def same_manifest(a, b) -> None:
     """Asserts that two manifests hold the same, field by field and shard by shard."""
-    for name in (
-        "writer",
-        "created",
-        "guard",
-        "files",
-        "entries",
-        "groups",
-        "views",
-        "certificates",
-        "privates",
-        "reasons",
-    ):
+    lists = ("files", "entries", "groups", "views", "certificates", "privates", "reasons", "causes")
+    for name in ("writer", "created", "guard", "planner_data", "storage_meta", *lists):
         assert getattr(a, name) == getattr(b, name), name
     assert set(a.columns) == set(b.columns)
     for name, column in a.columns.items():
