@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 RAW, ZSTD = 0, 1
-PLANE_ENTRY = struct.Struct("<BI")
+PLANE_ENTRY = struct.Struct("<BQ")
 """Per plane: coder, stored length."""
 
 _HEAD = struct.Struct("<BBHQQ")

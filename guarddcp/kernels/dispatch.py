@@ -156,7 +156,8 @@ def decode_and_check(
 
     wrong, escapes = numba_cpu.decode_and_check(
         *_decoder_arguments(flat, r, c, params), part.start,
-        m, v, m.view(np.int32), v.view(np.int32), params.ratio_min, params.ratio_max, params.deviation_max,
+        m, v, m.view(np.int32), v.view(np.int32),
+        params.v_min, params.v_max, params.ratio_min, params.ratio_max, params.deviation_max,
         m_hat, v_hat, m_hat.view(np.int32), v_hat.view(np.int32),
     )  # fmt: skip
     return int(wrong), int(escapes)

@@ -326,11 +326,11 @@ def _total(flag):
 
 
 @_jit
-def _outside(m, v, m_hat, v_hat, root, ratio_min, ratio_max, deviation_max, flag):
+def _outside(m, v, m_hat, v_hat, root, v_min, v_max, ratio_min, ratio_max, deviation_max, flag):
     for j in range(m.size):
         deviation = abs(m[j] / np.sqrt(v[j]) - m_hat[j] / root[j])
-        inside = (v[j] >= v_hat[j] * ratio_min) & (v[j] <= v_hat[j] * ratio_max) & (deviation <= deviation_max)
-        flag[j] = _I(0) if inside else _I(1)
+        near = (v[j] >= v_hat[j] * ratio_min) & (v[j] <= v_hat[j] * ratio_max) & (deviation <= deviation_max)
+        flag[j] = _I(0) if near & (v[j] >= v_min) & (v[j] <= v_max) else _I(1)
 
 
 @_jit
@@ -356,12 +356,12 @@ def _put_back_root(residual, escape, v, root):
 
 @_entry(
     types.UniTuple(_i64, 2), *_DECODER, _i64,
-    _in_f32, _in_f32, _in_i32, _in_i32, _f32, _f32, _f32, _out_f32, _out_f32, _out_i32, _out_i32,
+    _in_f32, _in_f32, _in_i32, _in_i32, *(_f32,) * 5, _out_f32, _out_f32, _out_i32, _out_i32,
 )  # fmt: skip
 def decode_and_check(
     low_v, high_v, two_v, low_q, high_q, two_q, r, c, period,
     octave, octave_reciprocal, level_min, level_max, delta, code_max, begin,
-    m, v, m_bits, v_bits, ratio_min, ratio_max, deviation_max, m_hat, v_hat, m_hat_bits, v_hat_bits,
+    m, v, m_bits, v_bits, v_min, v_max, ratio_min, ratio_max, deviation_max, m_hat, v_hat, m_hat_bits, v_hat_bits,
 ):  # fmt: skip
     """Decode the coordinates from ``begin`` on (all arrays but r, c are of that part), escapes put back from m, v.
 
@@ -391,7 +391,19 @@ def decode_and_check(
             _put_back(residual[:n], escape, m[a:z], m_hat[a:z])
             _put_back(residual[:n], escape, v[a:z], v_hat[a:z])
             _put_back_root(residual[:n], escape, v[a:z], root[:n])
-        _outside(m[a:z], v[a:z], m_hat[a:z], v_hat[a:z], root[:n], ratio_min, ratio_max, deviation_max, flag[:n])
+        _outside(
+            m[a:z],
+            v[a:z],
+            m_hat[a:z],
+            v_hat[a:z],
+            root[:n],
+            v_min,
+            v_max,
+            ratio_min,
+            ratio_max,
+            deviation_max,
+            flag[:n],
+        )
         if _total(flag[:n]) > 0:
             _pardon_exact(m_bits[a:z], v_bits[a:z], m_hat_bits[a:z], v_hat_bits[a:z], flag[:n])
             wrong += _total(flag[:n])

@@ -143,7 +143,7 @@ def decode(
 def octave_and_step(level: np.ndarray, params: CoderParams) -> tuple[np.ndarray, np.ndarray]:
     """E and j with L = E*S + j, 0 <= j < S.
 
-    (L + 1/2)/S is no nearer than 1/(2S) to an integer, and its float32 error is below 126 * 3u: exact for S <= 2^15.
+    (L + 1/2)/S is no nearer than 1/(2S) to an integer, and its float32 error is below 126 * 2u: exact for S <= 2^15.
     """
     exponent = np.floor((level + _F(0.5)) * params.levels_reciprocal)
     return exponent, level - exponent * params.levels_per_octave
@@ -152,12 +152,13 @@ def octave_and_step(level: np.ndarray, params: CoderParams) -> tuple[np.ndarray,
 def count_wrong(m: np.ndarray, v: np.ndarray, m_hat: np.ndarray, v_hat: np.ndarray, params: CoderParams) -> int:
     """Number of coordinates that are neither inside their certified cell, nor both zero, nor restored bit for bit.
 
-    Inside: v in v^ [2^-h, 2^h] and |m/sqrt(v) - m^/sqrt(v^)| <= w, with the float32 errors of this very test taken off
-    h and w beforehand (`params.coder_params`).
+    Inside: v in [v_min, v_max] and in v^ [2^-h, 2^h], |m/sqrt(v) - m^/sqrt(v^)| <= w, with the float32 errors of
+    this very test taken off h and w beforehand (`params.coder_params`).
     """
     with np.errstate(all="ignore"):
         deviation = np.abs(m / np.sqrt(v) - m_hat / np.sqrt(v_hat))
-        inside = (v >= v_hat * params.ratio_min) & (v <= v_hat * params.ratio_max) & (deviation <= params.deviation_max)
+        near = (v >= v_hat * params.ratio_min) & (v <= v_hat * params.ratio_max) & (deviation <= params.deviation_max)
+        inside = near & (v >= params.v_min) & (v <= params.v_max)
     m_bits, v_bits, m_hat_bits, v_hat_bits = (x.view(np.int32) for x in (m, v, m_hat, v_hat))
     same = (m_bits == m_hat_bits) & (v_bits == v_hat_bits)
     zero = (v_bits == 0) & (v_hat_bits == 0) & (m_bits & 0x7FFFFFFF == 0) & (m_hat_bits == 0)

@@ -115,8 +115,8 @@ def test_a_noisy_stretch_does_not_hide_that_the_rest_compresses(noisy):
 
 
 def test_headers_are_small():
-    assert len(encode(b"", 4)) == HEAD.size + 4 * 5
-    assert len(encode(np.random.default_rng(0).bytes(4000), 4)) == HEAD.size + 4 * 5 + 4000
+    assert len(encode(b"", 4)) == HEAD.size + 4 * 9
+    assert len(encode(np.random.default_rng(0).bytes(4000), 4)) == HEAD.size + 4 * 9 + 4000
     assert len(encode(bytes(1 << 20), 16)) < HEAD.size + 16 * (5 + 40)
 
 
@@ -148,7 +148,7 @@ def frame(transform=0, item=4, reserved=0, length=400, digest=None, planes=None,
     digest = xxhash.xxh3_64_intdigest(RAW_BYTES) if digest is None else digest
     planes = [(RAW, bytes(RAW_BYTES[i::4])) for i in range(4)] if planes is None else planes
     entries = [(coder, len(stored)) for coder, stored in planes] if table is None else table
-    table_bytes = b"".join(struct.pack("<BI", *entry) for entry in entries)
+    table_bytes = b"".join(struct.pack("<BQ", *entry) for entry in entries)
     return (HEAD.pack(transform, item, reserved, length, digest) + table_bytes + b"".join(s for _, s in planes))[:cut]
 
 

@@ -248,8 +248,8 @@ def rebuilt(frame, planes=None, table=None, **changes):
     """The frame with header fields, plane contents or table entries replaced, lengths made to fit."""
     head = dict(zip(FIELDS, HEAD.unpack_from(frame), strict=True))
     count = head["planes_v"] + head["planes_q"] + 1
-    entries = [struct.unpack_from("<BI", frame, HEAD.size + 5 * i) for i in range(count)]
-    begin, parts = HEAD.size + 5 * count, []
+    entries = [struct.unpack_from("<BQ", frame, HEAD.size + 9 * i) for i in range(count)]
+    begin, parts = HEAD.size + 9 * count, []
     for _, length in entries:
         parts.append(frame[begin : begin + length])
         begin += length
@@ -258,7 +258,7 @@ def rebuilt(frame, planes=None, table=None, **changes):
     for number, entry in (table or {}).items():
         entries[number] = entry
     head = HEAD.pack(*(changes.get(name, value) for name, value in head.items()))
-    return head + b"".join(struct.pack("<BI", *entry) for entry in entries) + b"".join(parts)
+    return head + b"".join(struct.pack("<BQ", *entry) for entry in entries) + b"".join(parts)
 
 
 N = SHAPE[0] * SHAPE[1]
@@ -306,7 +306,7 @@ def test_levels_out_of_range_are_refused():
     frame = CODED.frames[0]
     head = HEAD.pack(0, 2, 1, 0, N, 0, 0, 0)
     parts = [b"\xff" * N, b"\xff" * N, b"\x80" * N, b""]
-    lying = head + b"".join(struct.pack("<BI", 0, len(part)) for part in parts) + b"".join(parts)
+    lying = head + b"".join(struct.pack("<BQ", 0, len(part)) for part in parts) + b"".join(parts)
     assert frame[0] == 0
     with pytest.raises(IntegrityError, match=r"^w: \d+ codes out of the certified range"):
         decode(replace(CODED, frames=[lying]))

@@ -28,8 +28,8 @@ def golden(name):
 
 def planes_of(data, begin, lengths):
     """Contents of the planes whose table starts at ``begin``."""
-    table = [struct.unpack_from("<BI", data, begin + 5 * i) for i in range(len(lengths))]
-    body = memoryview(data)[begin + 5 * len(lengths) :]
+    table = [struct.unpack_from("<BQ", data, begin + 9 * i) for i in range(len(lengths))]
+    body = memoryview(data)[begin + 9 * len(lengths) :]
     return [plane.tobytes() for plane in unpack_planes(body, table, lengths, where="golden")]
 
 

@@ -83,10 +83,9 @@ class RowCol:
         """First half of a fit, per frame and in any order. ``v``: float32 (rows, columns) of the frame."""
         sums, counts = dispatch.row_sums(v, _period(layout), params)
         means = _mean_bits(sums, counts)
-        stride = max(1, layout.rows // _SAMPLED_ROWS)
-        rows = np.arange(-frame.row % stride, frame.rows, stride, dtype=np.int64)
-        if layout.rows < _ROWS_FOR_COLUMNS:
-            rows = rows[:0]
+        rows = np.flatnonzero(counts.any(axis=1))  # rows that were never touched say nothing about columns
+        wanted = max(1, _SAMPLED_ROWS * frame.rows // layout.rows) if layout.rows >= _ROWS_FOR_COLUMNS else 0
+        rows = rows[:: max(1, rows.size // wanted)] if wanted else rows[:0]
         return FrameFit(means, counts > 0, *dispatch.column_sums(v, rows, means, params))
 
     @classmethod
