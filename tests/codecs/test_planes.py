@@ -162,7 +162,7 @@ def last(plane):
 LIES = {
     "empty": (dict(cut=0), "exact frame is cut off; expected >= 20 bytes; got 0"),
     "cut head": (dict(cut=19), "exact frame is cut off; expected >= 20 bytes; got 19"),
-    "cut table": (dict(cut=39), "exact frame is cut off; expected >= 40 bytes; got 39"),
+    "cut table": (dict(cut=39), "exact frame is cut off; expected >= 56 bytes; got 39"),
     "cut planes": (dict(cut=-1), "planes do not fill their frame; expected 399; got 400"),
     "more": (dict(planes=[*GOOD, (RAW, b"x")]), "planes do not fill their frame"),
     "transform": (dict(transform=2), r"unknown exact frame header; got \(2, 4, 0\)"),

@@ -85,7 +85,7 @@ class RowCol:
         means = _mean_bits(sums, counts)
         rows = np.flatnonzero(counts.any(axis=1))  # rows that were never touched say nothing about columns
         wanted = max(1, _SAMPLED_ROWS * frame.rows // layout.rows) if layout.rows >= _ROWS_FOR_COLUMNS else 0
-        rows = rows[:: max(1, rows.size // wanted)] if wanted else rows[:0]
+        rows = np.ascontiguousarray(rows[:: max(1, rows.size // wanted)] if wanted else rows[:0])
         return FrameFit(means, counts > 0, *dispatch.column_sums(v, rows, means, params))
 
     @classmethod
