@@ -86,4 +86,5 @@ def _number(name: str, value: object, above: float, below: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not above < value < below:
-        raise ValueError(f"{name} must be in ({max(above, 0.0):g}, {below:g}), not {value!r}")
+        edges = "[]" if above < 0 else "()"
+        raise ValueError(f"{name} must be in {edges[0]}{max(above, 0.0):g}, {below:g}{edges[1]}, not {value!r}")

@@ -50,7 +50,8 @@ class ParameterReport(Totals):
 
 @dataclass
 class Report:
-    """``moments``: what certificates cover. ``exact``: all the rest. ``parameters``: moments by parameter name,
+    """``horizon``: the shortest that a certificate proves (the guard's if nothing is guarded). ``moments``: what
+    certificates cover. ``exact``: all the rest. ``parameters``: moments by parameter name,
     exact ones too; ``tensors``: all other tensors by key.
     ``certified_bound``: largest over all shards (None if nothing is guarded).
     """

@@ -1,8 +1,8 @@
 """``guarddcp bench codec``: bytes and speed of the ratio codec on real Adam states.
 
 A state is a file of ``torch.save``: a dict with exp_avg and exp_avg_sq ({name: float32 tensor}), step, betas, eps,
-weight_decay (decoupled). Sizes are those of real checkpoints written through `dcp.save`; speeds are ratios to a copy of
-the same bytes in the same run, medians over alternating rounds.
+weight_decay (decoupled) and lr. Sizes are those of real checkpoints written through `dcp.save`; speeds are ratios to a
+copy of the same bytes in the same run, medians over alternating rounds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from guarddcp.codecs.predictors import RowCol
 from guarddcp.codecs.predictors.rowcol import FrameFit
 from guarddcp.codecs.view import Layout, default_view
 from guarddcp.config import Guard
+from guarddcp.errors import GuardError
 from guarddcp.kernels.params import CoderParams
 
 __all__ = ["measure_state", "run_bench_codec"]
 
 TOLERANCES = (0.01, 0.05)
+STATE_KEYS = ("exp_avg", "exp_avg_sq", "step", "betas", "eps", "weight_decay", "lr")
 ROUNDS = 3
 BOUND_HORIZONS: tuple[Any, ...] = (1, 60, "all")
 
@@ -90,6 +92,10 @@ def measure_state(file: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Everything that `bench codec` reports of one state file."""
     torch.set_num_threads(1)
     state: State = torch.load(file, weights_only=True)
+    if missing := [key for key in STATE_KEYS if not isinstance(state, dict) or key not in state]:
+        raise GuardError(
+            "not a state file", where=file, expected=f"a dict with {', '.join(STATE_KEYS)}", got=f"no {missing}"
+        )
     rule = Adam(betas=tuple(state["betas"]), eps=state["eps"], weight_decay=state["weight_decay"])
     pairs = [(state["exp_avg"][name].contiguous(), state["exp_avg_sq"][name].contiguous()) for name in state["exp_avg"]]
     found: dict[str, Any] = {

@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GuardError as error:
         print(f"guarddcp: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except (OSError, ImportError) as error:  # a file or server that is not there, a filesystem's missing library
+        print(f"guarddcp: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return code

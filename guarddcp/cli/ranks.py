@@ -7,6 +7,7 @@ there is no such server the processes are spawned, and each imports for itself.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import pickle
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -81,7 +82,28 @@ def start_server() -> None:
     context = _context()
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(list(PRELOAD))
-        forkserver.ensure_running()
+        with _same_package():
+            forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _same_package() -> Iterator[None]:
+    """Let a new interpreter import the guarddcp that runs here, whatever lies in its current directory."""
+    home = str(Path(__file__).parents[2])
+    changed = {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join([home, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _context() -> ForkServerContext | SpawnContext:

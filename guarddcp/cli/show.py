@@ -108,7 +108,9 @@ def _totals(report: Report) -> list[str]:
         lines += [
             f"bound    {report.certified_bound:.6f} lr, tolerance {report.tolerance}, horizon {report.horizon};"
             f" float32 rounding included up to step {report.rounding_horizon} after the save,",
-            f"         {_number(report.bound_at_100k)} lr at step 100 000 after it",
+            "         nothing is proved of later steps"
+            if report.horizon != "all"
+            else f"         {_number(report.bound_at_100k)} lr at step 100 000 after it",
         ]
     else:
         lines.append("bound    nothing is guarded: every moment is stored exactly")

@@ -67,6 +67,9 @@ def summarise(
     if used:
         report.certificates = len(used)
         report.certified_bound = max(certificate.bound for certificate in used)
+        horizons = {certificate.horizon for certificate in used}
+        finite = [horizon for horizon in horizons if horizon != "all"]
+        report.horizon = min(finite) if finite else "all"
         report.rounding_horizon = min(certificate.rounding_horizon for certificate in used)
         report.bound_at_100k = max(_bound_far(certificate) for certificate in used)
     return report

@@ -98,6 +98,10 @@ class GuardedWriter(StorageWriter):
         allow_pickle: bool = True,
     ) -> None:
         super().__init__()
+        _check_kind("guard", guard, Guard)
+        _check_kind("rule", rule, Adam)
+        _check_kind("threads", threads, int)
+        _check_kind("storage_options", storage_options, dict)
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
         self.path = os.fspath(path)
@@ -105,7 +109,7 @@ class GuardedWriter(StorageWriter):
         self.overwrite = overwrite
         self.report: Report | None = None
         # The type alone: a writer is pickled for asynchronous saves, and live state is not what is being saved.
-        self._optimizer_type = None if optimizer is None else type(optimizer)
+        self._optimizer_type = optimizer if optimizer is None or isinstance(optimizer, type) else type(optimizer)
         self._rule = rule
         self._threads = threads
         self._storage_options = storage_options
@@ -273,6 +277,11 @@ class GuardedWriter(StorageWriter):
         byte_items = {item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO}
         text = "0 moments seen, a whole optimizer is one value; flatten_state_dict=True would show them"
         return [Degradation("hidden", text, (key,)) for key in hidden if key in byte_items]
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError(f"{name} must be a {kind.__name__}, not {value!r}")
 
 
 def report_of(manifest: Manifest) -> Report:

@@ -8,6 +8,8 @@ reordered. NOTES.md has the timings that led here.
 
 from __future__ import annotations
 
+import os
+
 import numba
 import numpy as np
 from numba import types
@@ -28,6 +30,12 @@ _LEAST_ONE, _MOST_ONE = _F(ONE_PLANE[0]), _F(ONE_PLANE[1])
 _ESCAPE_ONE, _ESCAPE_TWO = _F(1 - 128), _F(1 - 0x8080)  # residual of symbol 1 with one plane, with two
 _SIGN = _I(-(2**31))
 _ZERO_MARK, _TOO_LARGE = _F(65536), _F(65537)  # beyond every code; NaN becomes _TOO_LARGE as well
+_own_cache_dir = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+# Compiled code goes to the user's cache (unless NUMBA_CACHE_DIR says where): files beside the package would be left
+# behind when it is uninstalled, and shadow the next installation. Undone at the end of this module.
+numba.config.CACHE_DIR = _own_cache_dir or os.path.join(  # type: ignore[attr-defined]
+    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "guarddcp", "kernels"
+)
 _jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
@@ -471,3 +479,6 @@ def column_sums(bits, rows, row_means, period, least, most, sums, counts):
                     means[j] = _I(row_means[i * period + (a + j) % period])
             _valid_bits(bits[i, a:z], least, most, own[:n], valid[:n])
             _add_row(own[:n], valid[:n], means[:n], sums[a:z], counts[a:z])
+
+
+numba.config.CACHE_DIR = _own_cache_dir  # type: ignore[attr-defined]
