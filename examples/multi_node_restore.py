@@ -1,4 +1,4 @@
-"""Restore a checkpoint of ``fsdp2_train_and_resume.py`` with torchrun on other machines and another number of ranks.
+r"""Restore a checkpoint of ``fsdp2_train_and_resume.py`` with torchrun on other machines and another number of ranks.
 
 On one machine:
 

@@ -68,7 +68,12 @@ class Guard:
     def load(cls, path: str | os.PathLike[str]) -> Guard:
         """Read a TOML file whose keys are the fields above; unknown keys are refused by name."""
         with open(path, "rb") as file:
-            return cls.from_dict(tomllib.load(file), where=os.fspath(path))
+            try:
+                return cls.from_dict(tomllib.load(file), where=os.fspath(path))
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    str(error) if os.fspath(path) in str(error) else f"{os.fspath(path)}: {error}"
+                ) from error
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, where: str = "guard") -> Guard:

@@ -37,7 +37,8 @@ def sample_q(m: np.ndarray, v: np.ndarray) -> np.ndarray:
     stride = max(1, m.size // _SAMPLE_PER_FRAME) | 1
     m, v = m.reshape(-1)[::stride], v.reshape(-1)[::stride]
     usable = (v >= np.float32(2.0**-126)) & np.isfinite(v) & np.isfinite(m)
-    return np.abs(m[usable]) / np.sqrt(v[usable])
+    with np.errstate(over="ignore"):
+        return np.abs(m[usable]) / np.sqrt(v[usable])
 
 
 def choose_certificate(q: np.ndarray, rule: Adam, step: int, guard: Guard) -> Certificate:

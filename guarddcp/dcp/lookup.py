@@ -38,6 +38,9 @@ STATE_NAMES = frozenset({"step", "exp_avg", "exp_avg_sq"})
 REQUIRED_NAMES = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 """What the param group must say. decoupled_weight_decay is asked for too: older torch does not write it."""
 
+SCHEDULE_NAMES = ("base_momentum", "max_momentum")
+"""What OneCycleLR and CyclicLR leave in a group whose beta1 they move between the two."""
+
 GROUP_MARKS = ("betas", "betas.0", "eps", "lr")
 """Any of these shows that a flat param group is there."""
 
@@ -58,7 +61,7 @@ class Exact:
     """The pair must be stored exactly. ``reason`` is a short slug, ``message`` a sentence that names the value.
 
     Slugs: ``optimizer-type``, ``state-keys``, ``amsgrad``, ``tensor-type``, ``dtype``, ``shape``, ``no-group``,
-    ``ambiguous-group``, ``group-keys``, ``group-values``, ``step``.
+    ``ambiguous-group``, ``group-keys``, ``group-values``, ``scheduled-betas``, ``step``.
     """
 
     reason: str
@@ -166,11 +169,21 @@ class GroupLookup:
         missing = [name for name in REQUIRED_NAMES if fields[name] is None]
         if missing:
             return Exact("group-keys", f"the param group does not say {', '.join(missing)}")
+        least, most = (self._get(group + name) for name in SCHEDULE_NAMES)
+        if least is not None and most is not None and not _same(least, most):
+            return Exact("scheduled-betas", "a scheduler cycles beta1, and the bound is for constant betas")
         return _parse_rule(fields)
 
     def _flattened_betas(self, group: str) -> tuple[object, object] | None:
         b1, b2, more = (self._get(f"{group}betas.{i}") for i in range(3))
         return None if b1 is None or b2 is None or more is not None else (b1, b2)
+
+
+def _same(a: object, b: object) -> bool:
+    try:
+        return float(a) == float(b)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
 
 
 def joined(path: Iterable[str | int]) -> str:

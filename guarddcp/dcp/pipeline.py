@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -36,9 +36,15 @@ class OrderedPool:
         while len(self._waiting) > self.threads + 2:
             self._finish_one()
 
-    def map(self, job: Callable[[int], Any], count: int) -> list[Any]:
-        """Results of job(0..count-1), in order; for jobs whose results are small."""
-        return list(self._pool.map(job, range(count)))
+    def map(self, job: Callable[[int], Any], count: int) -> Iterator[Any]:
+        """Results of job(0..count-1), in order, at most a window of them unconsumed."""
+        waiting: deque[Future[Any]] = deque()
+        for number in range(count):
+            waiting.append(self._pool.submit(job, number))
+            if len(waiting) > self.threads + 2:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
     def drain(self) -> None:
         """Wait for everything submitted so far."""

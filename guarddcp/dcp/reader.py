@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -36,6 +38,17 @@ from guarddcp.storage.store import ReadStats, Store
 __all__ = ["GuardedReader", "Verify"]
 
 Verify = Literal["full", "before", "checksum"]
+
+
+@dataclass
+class _Load:
+    """One load, on one thread."""
+
+    path: str
+    store: Store
+    manifest: Manifest | None = None
+    error: Exception | None = None
+    paths: dict[str, Any] = field(default_factory=dict)
 
 
 class GuardedReader(StorageReader):
@@ -74,10 +87,23 @@ class GuardedReader(StorageReader):
         self._threads = threads
         self._storage_options = storage_options
         self._allow_pickle = allow_pickle
-        self._store = Store(self.path, storage_options)
-        self._manifest: Manifest | None = None
-        self._error: Exception | None = None
-        self._paths: dict[str, Any] = {}
+        self._local = threading.local()  # one reader may load on several threads at once
+        Store(self.path, storage_options)  # refuses a malformed path at once
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._local = threading.local()
+
+    @property
+    def _now(self) -> _Load:
+        """The load of this thread."""
+        if not hasattr(self._local, "load"):
+            self._local.load = _Load(self.path, Store(self.path, self._storage_options))
+        load: _Load = self._local.load
+        return load
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -85,34 +111,33 @@ class GuardedReader(StorageReader):
         return bool(os.fspath(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
-        self._store = Store(self.path, self._storage_options)
-        self._manifest = self._error = None
+        path = self.path if checkpoint_id is None else os.fspath(checkpoint_id)
+        self._local.load = _Load(path, Store(path, self._storage_options))
 
     @property
     def checkpoint_id(self) -> str:
-        return self.path
+        return self._now.path
 
     def read_metadata(self) -> Metadata:
-        self._manifest = self._error = None
-        self._store.stats = ReadStats()  # of one load each
+        now = self._now
+        now.manifest = now.error = None
+        self._now.store.stats = ReadStats()  # of one load each
         try:
-            self._manifest = read_manifest(self._store)
-            metadata = metadata_of(self._manifest)
+            self._now.manifest = read_manifest(self._now.store)
+            metadata = metadata_of(self._now.manifest)
         except Exception as error:  # raised again in set_up_storage_reader, where DCP keeps its type
-            self._error = error
+            self._now.error = error
             return Metadata(state_dict_metadata={})
-        self._paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        self._now.paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = None
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._manifest is None:
-            raise GuardError("set_up_storage_reader before read_metadata", where=self.path)
+        if self._now.error is not None:
+            raise self._now.error
+        if self._now.manifest is None:
+            raise GuardError("set_up_storage_reader before read_metadata", where=self._now.path)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         with OrderedPool(self._threads or default_threads()) as pool, self._telling_of_vanished():
@@ -128,7 +153,7 @@ class GuardedReader(StorageReader):
         if len(found) > 1:
             raise IntegrityError(
                 "the checkpoint was overwritten while the ranks read its manifest",
-                where=self.path,
+                where=self._now.path,
                 expected="one checkpoint on all ranks",
                 got=f"{len(found)} of them",
                 hint="Load again: no target was changed",
@@ -137,11 +162,11 @@ class GuardedReader(StorageReader):
 
     def _identity(self) -> str:
         """Short, and different for every save: its data files have random names."""
-        assert self._manifest is not None
-        return f"{checksum(''.join(entry.name for entry in self._manifest.files).encode()):016x}"
+        assert self._now.manifest is not None
+        return f"{checksum(''.join(entry.name for entry in self._now.manifest.files).encode()):016x}"
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        manifest = self._manifest
+        manifest = self._now.manifest
         assert manifest is not None
         with OrderedPool(self._threads or default_threads()) as pool, self._telling_of_vanished():
             load = self._load(pool)
@@ -158,10 +183,10 @@ class GuardedReader(StorageReader):
             [],
             tensors=manifest.tensors,
             guard=manifest.guard,
-            parameter_of=parameter_namer(self._paths),
+            parameter_of=parameter_namer(self._now.paths),
         )
         self.report.certificates = certificates
-        stats = self._store.stats
+        stats = self._now.store.stats
         self.report.bytes_asked, self.report.bytes_fetched = stats.bytes_asked, stats.bytes_fetched
         self.report.requests = stats.requests
         future: Future[None] = Future()
@@ -169,9 +194,9 @@ class GuardedReader(StorageReader):
         return future
 
     def _load(self, pool: OrderedPool) -> RankLoad:
-        assert self._manifest is not None
-        fetcher = Fetcher(self._manifest, self._store, pool, digest=self.verify != "checksum")
-        return RankLoad(self._manifest, fetcher, allow_pickle=self._allow_pickle)
+        assert self._now.manifest is not None
+        fetcher = Fetcher(self._now.manifest, self._now.store, pool, digest=self.verify != "checksum")
+        return RankLoad(self._now.manifest, fetcher, allow_pickle=self._allow_pickle)
 
     @contextlib.contextmanager
     def _telling_of_vanished(self) -> Iterator[None]:
@@ -183,14 +208,14 @@ class GuardedReader(StorageReader):
     def _vanished(self, error: FileNotFoundError) -> GuardError:
         """A data file is missing: overwritten while reading, or removed by hand."""
         try:
-            now = read_manifest(self._store).files
+            now = read_manifest(self._now.store).files
         except GuardError:
             now = []
-        assert self._manifest is not None
-        if [entry.name for entry in now] != [entry.name for entry in self._manifest.files]:
+        assert self._now.manifest is not None
+        if [entry.name for entry in now] != [entry.name for entry in self._now.manifest.files]:
             return IntegrityError(
                 "the checkpoint was overwritten while reading",
-                where=self.path,
+                where=self._now.path,
                 hint="Load again: the new checkpoint is whole. What the targets hold may be undefined",
             )
-        return IntegrityError(f"a data file of the checkpoint is missing: {error}", where=self.path)
+        return IntegrityError(f"a data file of the checkpoint is missing: {error}", where=self._now.path)

@@ -108,7 +108,10 @@ class _Problems:
 
 
 def _check_size(store: Store, name: str, size: int) -> None:
-    found = store.size(name)
+    try:
+        found = store.size(name)
+    except FileNotFoundError as error:
+        raise IntegrityError("data file is missing", where=store.where(name), expected=f"{size} bytes") from error
     if found != size:
         raise IntegrityError("data file of another size", where=store.where(name), expected=size, got=found)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -86,13 +87,20 @@ class RowCol:
         rows = np.flatnonzero(counts.any(axis=1))  # rows that were never touched say nothing about columns
         wanted = max(1, _SAMPLED_ROWS * frame.rows // layout.rows) if layout.rows >= _ROWS_FOR_COLUMNS else 0
         rows = np.ascontiguousarray(rows[:: max(1, rows.size // wanted)] if wanted else rows[:0])
+        if layout.rows_per_frame == 0 or not wanted:
+            empty = np.empty(0, np.int64)
+            return FrameFit(means, counts > 0, empty, empty)
         return FrameFit(means, counts > 0, *dispatch.column_sums(v, rows, means, params))
 
     @classmethod
-    def combine(cls, layout: Layout, fits: list[FrameFit], params: CoderParams) -> RowCol:
+    def combine(cls, layout: Layout, fits: Iterable[FrameFit], params: CoderParams) -> RowCol:
         """Second half: the predictor of the whole shard from the fits of its frames, in order."""
-        bits = np.concatenate([fit.means for fit in fits])
-        known = np.concatenate([fit.known for fit in fits])
+        means, knowns, sums, counts = [], [], np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for fit in fits:  # one at a time: a column takes 16 bytes in each
+            means.append(fit.means)
+            knowns.append(fit.known)
+            sums, counts = sums + fit.sums, counts + fit.counts
+        bits, known = np.concatenate(means), np.concatenate(knowns)
         # The bits' straight line between powers of two lies below log2 by 0.0573 on average.
         shift = int(params.levels_per_octave) * 3755 >> 16
         levels = _levels_of_bits(bits - (127 << 23), params) + np.int32(shift)
@@ -102,8 +110,6 @@ class RowCol:
             return cls(np.array([[int(middle)]], np.int32), np.empty(0, np.int32))
         if layout.rows < _ROWS_FOR_COLUMNS:
             return cls(r, np.empty(0, np.int32))
-        sums = np.sum([fit.sums for fit in fits], axis=0)
-        counts = np.sum([fit.counts for fit in fits], axis=0)
         return cls(r, _levels_of_bits(_mean_bits(sums, counts), params))
 
     def encode(self) -> list[bytes | np.ndarray]:
