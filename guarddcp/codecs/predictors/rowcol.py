@@ -95,11 +95,14 @@ class RowCol:
     @classmethod
     def combine(cls, layout: Layout, fits: Iterable[FrameFit], params: CoderParams) -> RowCol:
         """Second half: the predictor of the whole shard from the fits of its frames, in order."""
-        means, knowns, sums, counts = [], [], np.zeros(1, np.int64), np.zeros(1, np.int64)
+        means, knowns = [], []
+        sums, counts = np.zeros((2, layout.columns if layout.rows_per_frame else 0), np.int64)
         for fit in fits:  # one at a time: a column takes 16 bytes in each
             means.append(fit.means)
             knowns.append(fit.known)
-            sums, counts = sums + fit.sums, counts + fit.counts
+            if fit.sums.size:
+                sums += fit.sums
+                counts += fit.counts
         bits, known = np.concatenate(means), np.concatenate(knowns)
         # The bits' straight line between powers of two lies below log2 by 0.0573 on average.
         shift = int(params.levels_per_octave) * 3755 >> 16
