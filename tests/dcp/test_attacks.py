@@ -6,10 +6,11 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from guarddcp import Adam, Guard, GuardedReader, GuardedWriter
+from guarddcp import Adam, Guard, GuardedReader, GuardedWriter, GuardError, verify
 from guarddcp.certificate import certify
 from guarddcp.codecs import ratio
 from guarddcp.codecs.predictors import RowCol
@@ -73,3 +74,9 @@ def test_a_fit_keeps_nothing_per_column_where_columns_have_no_mean() -> None:
     for layout in (long_row, few_rows):
         fit = RowCol.fit_frame(v, layout.frame(0), layout, params)
         assert fit.sums.size == fit.counts.size == 0
+
+
+def test_a_folder_in_place_of_the_manifest_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ck" / ".metadata").mkdir(parents=True)
+    with pytest.raises(GuardError, match=r"ck/\.metadata: the manifest cannot be read: IsADirectoryError"):
+        verify(tmp_path / "ck")
